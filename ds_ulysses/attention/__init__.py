@@ -1,0 +1,1 @@
+"""Distributed attention: one file per strategy, and the module that a model's layers hold."""

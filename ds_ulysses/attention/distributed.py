@@ -1,0 +1,119 @@
+"""`DistributedAttention`: what the patcher puts into each attention layer, usable on its own.
+
+Shapes: B batch, S local tokens, T tokens of the whole sequence, H query heads, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ds_ulysses.attention.ulysses import gather_heads, scatter_heads, ulysses_attention
+from ds_ulysses.heads import HeadSplit, split_heads
+from ds_ulysses.kernels import Mask, Request, select_kernel
+
+
+class DistributedAttention(nn.Module):
+    """Attention over a sequence that is sharded over the ranks of a group.
+
+    `local_attention`: None for the built-in kernels, or a callable (q, k, v, *args, **kwargs) -> out that sees
+    the whole sequence of its heads, [B, T, heads, D], and returns the shape of q. KV heads come unexpanded,
+    except where a rank's query heads cut a KV group unevenly.
+    `sequence_process_group`: the ranks that share a sequence, in sequence order; None means all ranks.
+    `scatter_idx`, `gather_idx`: the head and sequence dims, which are 2 and 1 in [B, S, H, D].
+    `kernel`: name of a built-in kernel, or "auto".
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., Tensor] | None = None,
+        sequence_process_group: ProcessGroup | None = None,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        kernel: str = "auto",
+    ) -> None:
+        super().__init__()
+        if (scatter_idx, gather_idx) != (2, 1):
+            raise ValueError(
+                f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: tensors are [batch, tokens, heads, head_dim], "
+                f"so heads are scattered from dim 2 and tokens gathered in dim 1. Transpose sequence-first tensors."
+            )
+        self.local_attention = local_attention
+        self.group = sequence_process_group if sequence_process_group is not None else _world()
+        self.kernel = kernel
+        self.has_exchanged = False
+        """Set by every forward: how a patched model proves that none of its layers was bypassed."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """query [B, S, H, D], key and value [B, S, K, D] -> [B, S, H, D]. S must be equal on all ranks.
+
+        With the built-in kernels, the further arguments are those of `attend`; otherwise they go to
+        `local_attention`. Raises `ValueError` for shapes that do not fit together.
+        """
+        _check_shapes(query, key, value)
+        self.has_exchanged = True
+        if self.local_attention is None:
+            return self.attend(query, key, value, *args, **kwargs)
+        split = split_heads(query.shape[2], key.shape[2], dist.get_world_size(self.group))
+        qkv = scatter_heads(query, key, value, split, self.group)
+        q, k, v = _separate(qkv, split, dist.get_rank(self.group), query.shape[3])
+        # A rank without heads still takes part in both exchanges, but has nothing to attend with.
+        local = self.local_attention(q, k, v, *args, **kwargs) if q.shape[2] else q
+        return gather_heads(local.transpose(0, 1).flatten(2), split, query.shape[3], self.group)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Attend with a built-in kernel; causal with scale 1/sqrt(D) if there is no `mask`.
+
+        `documents`: int tensor [N, 3] on the CPU of (row, start, stop) in the whole sequence, or None.
+        """
+        mask = mask or Mask(scale=query.shape[3] ** -0.5)
+        request = Request(query.device.type, query.dtype, query.shape[3], mask.windowed, bool(mask.softcap))
+        kernel, _ = select_kernel(self.kernel, request)
+        return ulysses_attention(query, key, value, self.group, mask, documents, kernel.name)
+
+    def extra_repr(self) -> str:
+        return f"sp_size={dist.get_world_size(self.group)}, kernel={self.kernel!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedAttention:
+        """Process groups are handles: a copied layer still talks over the same one."""
+        return type(self)(self.local_attention, self.group, kernel=self.kernel)
+
+
+def _world() -> ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise ValueError("DistributedAttention needs torch.distributed; call deepspeed.init_distributed() first.")
+    return group
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    fits = query.dim() == key.dim() == 4 and key.shape == value.shape
+    if not fits or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: expected [batch, tokens, "
+            f"heads, head_dim] with equal batch, tokens and head_dim, and as many value heads as key heads."
+        )
+
+
+def _separate(qkv: Tensor, split: HeadSplit, rank: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, B, (H + 2K) * D] -> q [B, T, H, D], k and v [B, T, K, D], KV expanded if their groups are uneven."""
+    q_start, q_stop = split.q_range(rank)
+    kv_start, kv_stop = split.kv_range(rank)
+    sizes = [q_stop - q_start, kv_stop - kv_start, kv_stop - kv_start]
+    q, k, v = qkv.transpose(0, 1).unflatten(-1, (sum(sizes), head_dim)).split(sizes, dim=2)
+    if len(split.runs(rank)) > 1:
+        owners = torch.arange(q_start, q_stop, device=qkv.device) // split.group_size - kv_start
+        k, v = k.index_select(2, owners), v.index_select(2, owners)
+    return q, k, v

@@ -1,0 +1,136 @@
+"""`shard_batch`: from the whole batch to this rank's shard, with everything that needs the whole sequence done first.
+
+Shapes: B batch, T tokens of the whole sequence, P ranks that share it, S = T / P tokens of a shard.
+
+Targets are shifted, document borders found and positions counted before the cut, so that no shard edge shows
+in the result. All of it happens once per batch, on the host; layers get the findings as keyword arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ds_ulysses.loss import IGNORE_INDEX
+from ds_ulysses.topology import Topology
+
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+class _Extent(NamedTuple):
+    """Where the documents are. All tensors are [B, T] booleans but `positions`, which are integers."""
+
+    real: Tensor
+    starts: Tensor
+    positions: Tensor
+
+
+def shard_batch(batch: Mapping[str, Any], topology: Topology) -> dict[str, Tensor]:
+    """Return what `model(**...)` takes on this rank. Every rank of a group passes the same whole batch.
+
+    `batch`: `input_ids` [B, T]; optionally `labels` [B, T] (-100: not supervised), `attention_mask` [B, T] of 0 and 1
+    (padding on either side), `position_ids` [B, T] or [1, T] (a restart at 0 begins a new document). Any T and B.
+    Returns, on this rank's device, `input_ids`, `position_ids` and, given labels, `shift_labels`, each [B, S]; and
+    `documents`, int32 [N, 3] on the CPU of (row, start, stop), where some row is not one whole document.
+
+    A position predicts only a real token of its own document: padding weighs nothing, and no target crosses from
+    one document into the next. Raises `ValueError` for keys it does not know and shapes that do not fit.
+    """
+    tensors = _check(batch)
+    extent = _extent(tensors)
+    columns = _used_columns(extent.real)
+    extent = _Extent(*(x[:, columns] for x in extent))
+    shards = {"input_ids": tensors["input_ids"][:, columns], "position_ids": extent.positions}
+    if "labels" in tensors:
+        shards["shift_labels"] = _shift(tensors["labels"][:, columns], extent)
+    shards = {
+        key: _shard(x, topology, IGNORE_INDEX if key == "shift_labels" else 0).to(topology.device, non_blocking=True)
+        for key, x in shards.items()
+    }
+    documents = _documents(extent)
+    return shards if documents is None else shards | {"documents": documents}
+
+
+def _check(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    if unknown := sorted(set(batch) - set(KEYS)):
+        raise ValueError(
+            f"Batch key {', '.join(map(repr, unknown))}: how to shard it is not known, and to drop it could change "
+            f"the result. Known keys: {', '.join(KEYS)}."
+        )
+    tensors = {key: value for key, value in batch.items() if value is not None}
+    ids = tensors.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0:
+        raise ValueError("A batch needs `input_ids`, a tensor of [batch, tokens] with at least one token.")
+    for key, value in tensors.items():
+        rows = {1, ids.shape[0]} if key == "position_ids" else {ids.shape[0]}
+        if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[0] not in rows:
+            fits = False
+        else:
+            fits = value.shape[1] == ids.shape[1]
+        if not fits:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"`{key}` is {shape}, but `input_ids` is {tuple(ids.shape)}; they must have one shape.")
+    return tensors
+
+
+def _extent(tensors: Mapping[str, Tensor]) -> _Extent:
+    """Find real tokens, the first token of each document, and every token's position."""
+    ids = tensors["input_ids"]
+    real = tensors.get("attention_mask", torch.ones_like(ids)).bool()
+    opens = real & ~pad(real, (1, 0))[:, :-1]  # a real token after padding, or the first of the row
+    positions = tensors.get("position_ids")
+    if positions is None:
+        if (opens.sum(dim=1) > 1).any():
+            raise ValueError(
+                "`attention_mask` has zeros between ones: attention over a gap is not supported. Pad on one side, or "
+                "give `position_ids` that restart at 0 where a new document begins."
+            )
+        first = real.int().argmax(dim=1, keepdim=True)
+        positions = (torch.arange(ids.shape[1], device=ids.device) - first).clamp(min=0)
+        return _Extent(real, opens, positions)
+    positions = positions.expand_as(ids)
+    continues = pad(positions[:, 1:] == positions[:, :-1] + 1, (1, 0)) & ~opens
+    starts = real & ~continues
+    many = starts.sum(dim=1, keepdim=True) > 1
+    if (starts & many & (positions != 0)).any():
+        raise ValueError(
+            "`position_ids` neither count up by one nor restart at 0: where documents begin is not clear. Give "
+            "0, 1, 2, ... for each document."
+        )
+    return _Extent(real, starts, positions)
+
+
+def _used_columns(real: Tensor) -> slice:
+    """Columns from the first to the last that hold a real token in any row; all if none does."""
+    used = real.any(dim=0).nonzero()
+    return slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(None)
+
+
+def _shift(labels: Tensor, extent: _Extent) -> Tensor:
+    """Next-token targets [B, T]: unsupervised where this or the next token is padding or begins a document."""
+    follows = pad((extent.real & ~extent.starts)[:, 1:], (0, 1))
+    return pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).masked_fill(~(follows & extent.real), IGNORE_INDEX)
+
+
+def _shard(x: Tensor, topology: Topology, fill: int) -> Tensor:
+    """[B, T] -> [B, S] of this rank, after filling T up to a multiple of the group."""
+    x = pad(x, (0, -x.shape[1] % topology.sp_size), value=fill)
+    return x.chunk(topology.sp_size, dim=1)[topology.sp_rank]
+
+
+def _documents(extent: _Extent) -> Tensor | None:
+    """(row, start, stop) of each document, or None if each row is one that begins at 0 and ends with the row.
+
+    Tokens that `_shard` appends come after every document, where a causal mask hides them without our help.
+    """
+    real, starts, _ = extent
+    ends = real & ~pad((real & ~starts)[:, 1:], (0, 1))
+    row, start = starts.nonzero(as_tuple=True)
+    stop = ends.nonzero(as_tuple=True)[1] + 1
+    if len(row) == len(real) and real.all():
+        return None
+    return torch.stack([row, start, stop], dim=1).int().cpu()

@@ -1,0 +1,103 @@
+"""Which rank attends with which heads: pure integers, for any number of heads, KV heads and ranks.
+
+Query heads are cut into contiguous, nearly equal ranges. A rank receives each KV head that its query heads
+need exactly once; a KV head whose group is cut by a range border goes to both sides. With 9 query heads,
+3 KV heads (groups of 3) and 2 ranks:
+
+    query heads   0 1 2 | 3 4 5 | 6 7 8
+    rank 0        0 1 2   3 4             KV heads 0, 1
+    rank 1                    5   6 7 8   KV heads 1, 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+Range = tuple[int, int]
+"""Half-open: (start, stop)."""
+
+
+class HeadRun(NamedTuple):
+    """Neighbouring local query heads that share local KV heads evenly: one kernel call without expansion."""
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Heads of one attention layer over `sp_size` ranks. Raises `ValueError` if groups are uneven."""
+
+    num_heads: int
+    num_kv_heads: int
+    sp_size: int
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads over {self.num_kv_heads} KV heads: grouped-query attention needs a "
+                f"whole number of query heads per KV head."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def q_range(self, rank: int) -> Range:
+        """Query heads of a rank; the first `num_heads % sp_size` ranks hold one more, some may hold none."""
+        base, extra = divmod(self.num_heads, self.sp_size)
+        start = rank * base + min(rank, extra)
+        return start, start + base + (rank < extra)
+
+    def kv_range(self, rank: int) -> Range:
+        """KV heads that the query heads of a rank need."""
+        start, stop = self.q_range(rank)
+        if start == stop:
+            return 0, 0
+        return start // self.group_size, (stop - 1) // self.group_size + 1
+
+    def runs(self, rank: int) -> list[HeadRun]:
+        """Cut a rank's heads where its KV groups are cut: at most a partial, the whole and a partial group.
+
+        Indices are local to the rank. The KV ranges of the runs are disjoint and cover the rank's KV heads, so
+        one run means that the rank's heads are grouped evenly.
+        """
+        start, stop = self.q_range(rank)
+        kv_start, kv_stop = self.kv_range(rank)
+        sizes = [
+            min(stop, (kv + 1) * self.group_size) - max(start, kv * self.group_size) for kv in range(kv_start, kv_stop)
+        ]
+        runs, q_done, kv_done = [], 0, 0
+        for size, same in groupby(sizes):
+            num_kv = len(list(same))
+            runs.append(HeadRun(q_done, q_done + size * num_kv, kv_done, kv_done + num_kv))
+            q_done, kv_done = q_done + size * num_kv, kv_done + num_kv
+        return runs
+
+    @property
+    def imbalance(self) -> float:
+        """Query heads of the busiest rank over the mean: 1.0 is even."""
+        return -(-self.num_heads // self.sp_size) * self.sp_size / self.num_heads
+
+    def channel_ranges(self, head_dim: int) -> tuple[tuple[Range, ...], ...]:
+        """For q, k and v: the channels (head * head_dim + i) that each rank attends with."""
+        ranks = range(self.sp_size)
+        q = tuple(_times(self.q_range(rank), head_dim) for rank in ranks)
+        kv = tuple(_times(self.kv_range(rank), head_dim) for rank in ranks)
+        return q, kv, kv
+
+
+def _times(bounds: Range, factor: int) -> Range:
+    return bounds[0] * factor, bounds[1] * factor
+
+
+@lru_cache
+def split_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> HeadSplit:
+    """The one `HeadSplit` of these numbers, so that its tables are built once, not in every layer."""
+    return HeadSplit(num_heads, num_kv_heads, sp_size)

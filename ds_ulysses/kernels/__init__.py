@@ -1,0 +1,34 @@
+"""Local attention kernels behind one contract, and the choice among them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ds_ulysses.kernels.contract import Kernel, Mask, Request
+from ds_ulysses.kernels.cpu_flash import CpuFlashKernel
+from ds_ulysses.kernels.eager import EagerKernel
+from ds_ulysses.kernels.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
+from ds_ulysses.kernels.torch_varlen import TorchVarlenKernel
+
+__all__ = ["KERNELS", "Kernel", "Mask", "Request", "select_kernel"]
+
+# Fastest first; the last one can do everything.
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        FlashAttention4(), FlashAttention3(), FlashAttention2(), TorchVarlenKernel(), CpuFlashKernel(), EagerKernel()
+    )
+}  # fmt: skip
+
+
+@cache
+def select_kernel(name: str, request: Request) -> tuple[Kernel, str]:
+    """Return the kernel and why it was taken. Raises `ValueError` if the named one cannot do it."""
+    refusals = {kernel.name: kernel.refusal(request) for kernel in KERNELS.values()}
+    able = [name for name, refusal in refusals.items() if refusal is None]
+    if name == "auto":
+        passed_over = [f"{k}: {reason}" for k, reason in refusals.items() if reason is not None]
+        return KERNELS[able[0]], "; ".join(passed_over) or "first choice"
+    if refusals[name] is not None:
+        raise ValueError(f'"kernel" is {name!r}, but {refusals[name]}. Able here: {", ".join(able)}, or "auto".')
+    return KERNELS[name], "set in the config"

@@ -1,0 +1,109 @@
+"""What every local attention kernel promises, so that the strategies above need not know which one runs.
+
+Shapes: B batch, Lq and Lk query and key tokens, H query heads, K KV heads (H a multiple of K), D head dim.
+
+    forward   q [B, Lq, H, D], k and v [B, Lk, K, D]  ->  out [B, Lq, H, D], lse [B, H, Lq]
+    backward  writes dq, dk, dv into tensors of the shapes of q, k, v
+
+- The last dim of every tensor is contiguous; other dims may have any stride.
+- Token i of q sees token j of k if  -left <= j - i - (Lk - Lq) <= right;  -1 means no limit. Causal is (-1, 0).
+- KV heads are never expanded: query head h uses KV head h // (H // K).
+- `lse` is the natural logarithm, at least fp32, contiguous. A query that sees nothing has out 0 and lse -inf.
+- Lq, Lk or H may be 0.
+- `backward` takes the out and lse of the whole softmax, of which k and v may be only a part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees, and how scores are formed; see the contract above for left and right."""
+
+    scale: float
+    left: int = -1
+    right: int = 0
+    softcap: float = 0.0
+    """Scores become softcap * tanh(score / softcap); 0 means none."""
+
+    @property
+    def windowed(self) -> bool:
+        return self.left >= 0 or self.right > 0
+
+    @property
+    def causal(self) -> bool:
+        return self.left < 0 and self.right == 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a kernel is chosen for."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    windowed: bool = False
+    softcap: bool = False
+
+
+Triple = tuple[Tensor, Tensor, Tensor]
+"""q, k and v, or their gradients."""
+
+
+class Kernel(ABC):
+    """One local attention kernel. Zero-length inputs end here: many kernels crash or misbehave on them."""
+
+    name: str
+
+    @abstractmethod
+    def refusal(self, request: Request) -> str | None:
+        """Why this kernel cannot serve the request here, or None if it can."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return out and lse."""
+        if q.numel() and k.numel():
+            return self._forward(q, k, v, mask)
+        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+        lse_dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.new_zeros(q.shape), q.new_full(lse_shape, float("-inf"), dtype=lse_dtype)
+
+    def backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None:
+        """Write the gradients of q, k and v into `grads`."""
+        if qkv[0].numel() and qkv[1].numel():
+            self._backward(dout, qkv, out, lse, mask, grads)
+        else:
+            for grad in grads:
+                grad.zero_()
+
+    @abstractmethod
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None: ...
+
+
+def empty_rows(num_queries: int, num_keys: int, mask: Mask) -> tuple[int, int]:
+    """How many queries at the start and at the end see no key at all."""
+    offset = num_keys - num_queries
+    before = -(offset + mask.right) if mask.right >= 0 else 0
+    after = num_queries + offset - mask.left - num_keys if mask.left >= 0 else 0
+    before = min(max(before, 0), num_queries)
+    return before, min(max(after, 0), num_queries - before)
+
+
+def visible(num_queries: int, num_keys: int, mask: Mask, device: torch.device) -> Tensor:
+    """[Lq, Lk] boolean: which query sees which key."""
+    distance = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device)[:, None]
+    distance = distance - (num_keys - num_queries)
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if mask.left >= 0:
+        seen &= distance >= -mask.left
+    if mask.right >= 0:
+        seen &= distance <= mask.right
+    return seen

@@ -1,0 +1,135 @@
+"""Token-exact loss: one mean over all supervised tokens, whatever the sharding, batching and accumulation.
+
+Shapes: N tokens of this shard, H hidden size, V vocabulary.
+
+    loss = sum over all ranks of -log p(target) / number of targets on all ranks
+
+Each rank differentiates its own part of the sum only. What DeepSpeed divides by afterwards is undone by
+`StepNormalizer.factor`; the number of targets of the *whole optimizer step*, which no single micro-batch knows,
+is put right once the last one has been seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from ds_ulysses.collectives import sum_over_world
+
+IGNORE_INDEX = -100
+
+
+class StepNormalizer:
+    """Divides the gradient of an optimizer step by the supervised tokens of all its micro-batches and ranks.
+
+    The first micro-batch sets a reference count by which all are divided as they come; `close` returns what the
+    accumulated gradient must then be multiplied by, so that the reference cancels out.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        """Undoes the division by the reducer. 1: gradients summed over ranks are those of one process."""
+        self._reference: Tensor | None = None
+        self._total: Tensor | None = None
+        self._num_micro_batches = 0
+
+    def weight(self, num_targets: Tensor, num_tokens: int) -> Tensor:
+        """Weight of a micro-batch's gradient; called as its backward begins.
+
+        `num_targets` (0-dim) and `num_tokens` count supervised and all tokens over all ranks. The latter is the
+        reference if there is no target at all.
+        """
+        if self._reference is None or self._total is None:
+            self._reference = torch.where(num_targets > 0, num_targets, num_tokens)
+            self._total = torch.zeros_like(num_targets)
+        self._total = self._total + num_targets
+        self._num_micro_batches += 1
+        return self.factor / self._reference
+
+    def close(self) -> Tensor | None:
+        """End the optimizer step. Returns the factor that the accumulated gradient lacks; None if it is 1."""
+        reference, total, num_micro_batches = self._reference, self._total, self._num_micro_batches
+        self._reference, self._total, self._num_micro_batches = None, None, 0
+        if num_micro_batches < 2 or reference is None or total is None:
+            return None
+        return reference / total.clamp(min=1)
+
+
+@torch.compiler.disable
+def causal_lm_loss(local_sum: Tensor, targets: Tensor, normalizer: StepNormalizer) -> Tensor:
+    """The mean over all ranks' targets, equal on every rank; its gradient is this rank's part. 1 all-reduce.
+
+    `local_sum` (0-dim): sum of the token losses of this shard. No target anywhere: loss 0 and gradients 0.
+    """
+    counts = torch.stack([local_sum.detach().double(), (targets != IGNORE_INDEX).sum().double(),
+                          targets.new_full((), targets.numel(), dtype=torch.double)])  # fmt: skip
+    loss_sum, num_targets, num_tokens = sum_over_world(counts).unbind()
+    mean: Tensor = _GlobalMean.apply(local_sum, loss_sum, num_targets, num_tokens, normalizer)
+    return mean
+
+
+class _GlobalMean(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local_sum: Tensor,
+        loss_sum: Tensor,
+        num_targets: Tensor,
+        num_tokens: Tensor,
+        normalizer: StepNormalizer,
+    ) -> Tensor:
+        ctx.normalizer = normalizer
+        ctx.save_for_backward(num_targets, num_tokens)
+        return (loss_sum / num_targets.clamp(min=1)).to(local_sum.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        weight = ctx.normalizer.weight(*ctx.saved_tensors)
+        return (grad * weight).to(grad.dtype), None, None, None, None
+
+
+@torch.compiler.disable
+def tiled_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, tile_size: int) -> Tensor:
+    """Sum of the token losses (0-dim, at least fp32), with the logits of `tile_size` tokens in memory at once.
+
+    `hidden` [..., H], `weight` [V, H] of the output layer, `targets` [...]. Tokens without a target are not
+    computed. The logits are formed again in the backward, which keeps one number per token instead of V.
+    """
+    loss: Tensor = _TiledCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), tile_size)
+    return loss
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, tile_size: int) -> Tensor:
+        rows = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+        lse = hidden.new_empty(len(rows), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        total = lse.new_zeros(())
+        for tile, tile_lse in zip(rows.split(tile_size), lse.split(tile_size), strict=True):
+            logits = linear(hidden[tile], weight).to(lse.dtype)
+            torch.logsumexp(logits, dim=1, out=tile_lse)
+            total += (tile_lse - logits.gather(1, targets[tile, None]).squeeze(1)).sum()
+        ctx.save_for_backward(hidden, weight, targets, rows, lse)
+        ctx.tile_size = tile_size
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, targets, rows, lse = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
+        for tile, tile_lse in zip(rows.split(ctx.tile_size), lse.split(ctx.tile_size), strict=True):
+            logits = linear(hidden[tile], weight).to(lse.dtype)
+            dlogits = logits.sub_(tile_lse[:, None]).exp_()
+            dlogits.scatter_add_(1, targets[tile, None], dlogits.new_full((len(tile), 1), -1.0))
+            dlogits = dlogits.mul_(grad).to(hidden.dtype)
+            grad_hidden[tile] = dlogits @ weight
+            if grad_weight is not None:
+                grad_weight += dlogits.T @ hidden[tile]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None

@@ -1,0 +1,141 @@
+"""Ranks and groups: the only file that creates process groups.
+
+Consecutive ranks share a sequence: with sp_size 2 on 4 ranks, {0, 1} work on one batch and {2, 3} on another.
+Ranks with the same place in their group are replicas of each other; dp_size = world_size / sp_size counts them.
+
+    world    gradients and token counts are summed over it
+    sp       one sequence, exchanged between sequence-sharded and head-sharded
+    self     this rank alone: the model-parallel group that DeepSpeed asks for
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch.distributed import ProcessGroup
+
+from ds_ulysses.config import SequenceParallelConfig
+
+
+def init_distributed() -> None:
+    """Join the process group if this process has not done so, on this rank's device."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # Only DeepSpeed's inference all-reduce uses this op, yet start-up would compile it for minutes, and a
+        # compile that was killed leaves a lock on which every later start waits for ever.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    elif not dist.is_initialized():
+        accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """Where this rank stands, and the settings that every rank shares."""
+
+    config: SequenceParallelConfig
+    rank: int
+    world_size: int
+    sp_group: ProcessGroup = field(repr=False)
+    self_group: ProcessGroup = field(repr=False)
+
+    @classmethod
+    def create(cls, config: SequenceParallelConfig) -> Topology:
+        """Build the groups. Collective: every rank calls it, with the same config.
+
+        Raises `ValueError` on every rank if the world size is not a multiple of sequence_parallel_size.
+        """
+        init_distributed()
+        rank, world_size, sp_size = dist.get_rank(), dist.get_world_size(), config.sequence_parallel_size
+        if world_size % sp_size:
+            raise ValueError(
+                f'"sequence_parallel_size" is {sp_size}, but {world_size} ranks are not a multiple of it. Start a '
+                f"multiple of {sp_size} ranks, or choose a divisor of {world_size}."
+            )
+        first = rank - rank % sp_size
+        sp_group = dist.new_group(list(range(first, first + sp_size)), use_local_synchronization=True)
+        self_group = dist.new_group([rank], use_local_synchronization=True)
+        return cls(config, rank, world_size, sp_group, self_group)
+
+    @property
+    def sp_size(self) -> int:
+        return self.config.sequence_parallel_size
+
+    @property
+    def sp_rank(self) -> int:
+        """Place in the sequence: rank r of the group holds its r-th shard."""
+        return self.rank % self.sp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.sp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which samples this rank works on: samplers shard by this, never by the global rank."""
+        return self.rank // self.sp_size
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(get_accelerator().current_device_name())
+
+    @property
+    def mpu(self) -> DeepSpeedMpu:
+        return DeepSpeedMpu(self)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Topology:
+        """Process groups are handles: a copied model still talks over the same ones."""
+        return self
+
+
+class DeepSpeedMpu:
+    """What DeepSpeed asks about parallelism, with the names that it asks by.
+
+    ZeRO partitions over "sequence data" parallel ranks, which are all of them. There is deliberately no
+    get_data_parallel_group: where it exists, ZeRO-3 partitions over it and leaves the sequence ranks out.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+
+    def initialize_sequence_parallel(self) -> None:
+        """DeepSpeed only looks whether this exists, to know that sequence parallelism is on."""
+
+    def get_sequence_parallel_group(self) -> ProcessGroup:
+        return self.topology.sp_group
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.topology.sp_rank
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.topology.sp_size
+
+    def get_sequence_data_parallel_group(self) -> ProcessGroup | None:
+        return dist.group.WORLD
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self.topology.rank
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self.topology.world_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.topology.dp_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.topology.dp_size
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Never None: DeepSpeed without ZeRO would sum the gradient norm over it, and None means all ranks."""
+        return self.topology.self_group
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
