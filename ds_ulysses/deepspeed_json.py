@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 
 def load_deepspeed_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Return the dict of a DeepSpeed JSON file, or a deep copy of a dict. Raises `ValueError`."""
@@ -47,6 +49,13 @@ def get_nested(config: Mapping[str, Any], path: str, default: Any = None) -> Any
 def zero_stage(config: Mapping[str, Any]) -> int:
     """ZeRO stage of a DeepSpeed config; 0 where the block is missing."""
     return int(get_nested(config, "zero_optimization.stage", 0))
+
+
+def compute_dtype(config: Mapping[str, Any], otherwise: torch.dtype = torch.float32) -> torch.dtype:
+    """What DeepSpeed casts the model to; `otherwise` if it leaves the model as it is."""
+    if get_nested(config, "bf16.enabled"):
+        return torch.bfloat16
+    return torch.float16 if get_nested(config, "fp16.enabled") else otherwise
 
 
 class Refusal(NamedTuple):

@@ -13,10 +13,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from ds_ulysses.config import BLOCK, SequenceParallelConfig
-from ds_ulysses.deepspeed_json import get_nested, load_deepspeed_json, resolve_batch_sizes
+from ds_ulysses.deepspeed_json import compute_dtype, get_nested, load_deepspeed_json, resolve_batch_sizes
 from ds_ulysses.gradients import check_gradient_divisor, gradient_divisor, scale_gradients
+from ds_ulysses.kernels import select_kernel
 from ds_ulysses.loss import StepNormalizer
-from ds_ulysses.patch import patch_model, unpatch_model
+from ds_ulysses.patch import find_model, patch_model, unpatch_model
+from ds_ulysses.support import attention_request, refuse_unsupported_model
 from ds_ulysses.topology import Topology
 
 
@@ -39,6 +41,15 @@ class SequenceParallelEngine(DeepSpeedEngine):  # type: ignore[misc]
             missing = self.normalizer.close()
             if missing is not None:
                 scale_gradients(self, missing)
+            if not (self.zero_optimization() or self.bfloat16_enabled() or self.fp16_enabled()):
+                # Plain fp32 is the one mode in which DeepSpeed keeps no norm.
+                grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+                self._global_grad_norm = nn.utils.get_total_norm(grads)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradient before clipping, by then the one of all tokens on all ranks."""
+        norm = super().get_global_grad_norm()
+        return None if norm is None else float(norm)
 
 
 def initialize(
@@ -59,6 +70,10 @@ def initialize(
     settings = SequenceParallelConfig.from_deepspeed(config)
     topology = Topology.create(settings)
     ds_config = deepspeed_config(config, topology)
+    inner = find_model(model)
+    refuse_unsupported_model(inner.config)
+    dtype = compute_dtype(ds_config, otherwise=next(inner.parameters()).dtype)
+    select_kernel(settings.kernel, attention_request(inner.config, topology.device.type, dtype))
     divisor = gradient_divisor(ds_config, topology)
     check_gradient_divisor(ds_config, topology, divisor)
     patch = patch_model(model, topology)

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
+from ds_ulysses.kernels import Request
+
 EXACT_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """`config.model_type` of the architectures that the tests compare with one process."""
 
@@ -74,6 +78,16 @@ OBSTACLES = (
         "bidirectional attention is not supported yet",
     ),
 )
+
+
+def head_dim(config: Any) -> int:
+    """Channels of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def attention_request(config: Any, device: str, dtype: torch.dtype) -> Request:
+    """What a model's layers will ask of a kernel."""
+    return Request(device, dtype, head_dim(config), windowed="sliding_attention" in _layer_types(config))
 
 
 def refuse_unsupported_model(config: Any) -> None:

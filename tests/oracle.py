@@ -55,7 +55,9 @@ class Sample:
 def train_step(model: nn.Module, samples: list[Sample]) -> tuple[float, dict[str, Tensor]]:
     """Token-mean loss over all samples and the gradient of every parameter, in fp64 with eager attention."""
     model = copy.deepcopy(model).double().train()
-    model.set_attn_implementation("eager")
+    for part in model.modules():  # PEFT and outer modules hold the model that knows about attention
+        if hasattr(part, "set_attn_implementation"):
+            part.set_attn_implementation("eager")
     count = sum(sample.num_targets for sample in samples)
     total = torch.zeros((), dtype=torch.double)
     for sample in samples:

@@ -1,0 +1,211 @@
+"""`train/sft.py` under the real launcher, on a tiny model and data of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.tokenizers import WORDS, tiny_checkpoint
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[2]
+DEEPSPEED = Path(sys.executable).with_name("deepspeed")
+QUESTIONS = WORDS.split()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A tiny checkpoint, 10 chats of many lengths, a stale lock of DeepSpeed's compiler, and caches of our own."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_checkpoint(folder / "model", num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
+    answers = [" ".join(QUESTIONS[(i * j) % len(QUESTIONS)] for j in range(1, 6 + 7 * i)) for i in range(10)]
+    chats = [
+        [{"role": "user", "content": QUESTIONS[i]}, {"role": "assistant", "content": answer}]
+        for i, answer in enumerate(answers)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    extensions = folder / "extensions"
+    for op in ("deepspeed_shm_comm", "cpu_adam", "fused_adam"):
+        (extensions / op).mkdir(parents=True)
+        (extensions / op / "lock").touch()
+    return {"root": str(folder), "model": str(folder / "model"), "data": str(folder / "data.jsonl")}
+
+
+def command(inputs: dict[str, str], ranks: int, config: Path, output: Path, *flags: str) -> list[str]:
+    launch = [str(DEEPSPEED), "--num_accelerators", str(ranks), "--master_port", str(free_port())]
+    flags = (
+        "--model_name_or_path", inputs["model"], "--dataset", inputs["data"], "--deepspeed", str(config),
+        "--output_dir", str(output), "--max_length", "60", *flags,
+    )  # fmt: skip
+    return [*launch, str(ROOT / "train" / "sft.py"), *flags]
+
+
+def environment(inputs: dict[str, str]) -> dict[str, str]:
+    return os.environ | {
+        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HOME": f"{inputs['root']}/hf",
+        "TORCH_EXTENSIONS_DIR": f"{inputs['root']}/extensions", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(inputs: dict[str, str], *arguments: Any) -> Iterator[subprocess.Popen[str]]:
+    """The launcher and its ranks as a process group, of which nothing is left afterwards."""
+    job = subprocess.Popen(
+        command(inputs, *arguments), env=environment(inputs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, cwd=inputs["root"], start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield job
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def sft(inputs: dict[str, str], *arguments: Any) -> tuple[int, str]:
+    """Exit code and everything said."""
+    with started(inputs, *arguments) as job:
+        said, _ = job.communicate(timeout=100)
+        return job.returncode, said
+
+
+def log_of(output: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_train_like_one(inputs: dict[str, str], tmp_path: Path) -> None:
+    """Same losses, norms and weights with and without sequence parallelism; the folder opens; nothing is compiled."""
+    flags = ("--per_device_train_batch_size", "2", "--num_train_epochs", "2", "--learning_rate", "1e-2",
+             "--gradient_accumulation_steps", "2", "--lr_scheduler_type", "cosine", "--warmup_steps", "1")  # fmt: skip
+    outputs = {}
+    for ranks in (1, 2):
+        outputs[ranks] = tmp_path / f"sp{ranks}"
+        code, said = sft(inputs, ranks, ROOT / "ds_configs" / "zero3.json", outputs[ranks], *flags)
+        assert code == 0, said[-3000:]
+    one, two = (log_of(outputs[ranks]) for ranks in (1, 2))
+    assert [entry["step"] for entry in two] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens"):
+        assert [e[key] for e in two] == pytest.approx([e[key] for e in one], rel=1e-4), key
+    assert two[0]["learning_rate"] == 0.0
+    assert two[1]["learning_rate"] == 1e-2
+    assert two[-1]["epoch"] == 2.0
+    assert two[-1]["loss"] < two[0]["loss"]
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    models = [AutoModelForCausalLM.from_pretrained(outputs[ranks]) for ranks in (1, 2)]
+    for (name, left), (_, right) in zip(*(model.named_parameters() for model in models), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4, msg=name)
+    tokenizer = AutoTokenizer.from_pretrained(outputs[2])
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert models[1].generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+    built = [path for path in Path(inputs["root"], "extensions").rglob("*") if path.is_file() and path.name != "lock"]
+    assert built == []
+
+
+def test_offload_and_replicas(inputs: dict[str, str], tmp_path: Path) -> None:
+    """4 ranks as 2 x 2 with everything offloaded: the same losses as one rank that sees the same steps."""
+    config = ROOT / "ds_configs" / "zero3_offload.json"
+    code, said = sft(inputs, 4, config, tmp_path / "four", "--sequence_parallel_size", "2", "--max_steps", "2")
+    assert code == 0, said[-3000:]
+    code, said = sft(inputs, 1, ROOT / "ds_configs" / "zero1.json", tmp_path / "one",
+              "--per_device_train_batch_size", "2", "--max_steps", "2")  # fmt: skip
+    assert code == 0, said[-3000:]
+    losses = [[entry["loss"] for entry in log_of(tmp_path / name)] for name in ("four", "one")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_dry_run_says_everything_and_writes_nothing(inputs: dict[str, str], tmp_path: Path) -> None:
+    code, said = sft(inputs, 2, ROOT / "ds_configs" / "zero2.json", tmp_path / "out", "--dry_run")
+    assert code == 0, said[-3000:]
+    for part in (
+        r"mesh +2 ranks = 1 replicas x 2 ranks that share a sequence",
+        r"batch +1 samples per optimizer step = 1 per micro-batch x 1 accumulated x 1 replicas; 10 steps per epoch",
+        r"data +10 samples",
+        r"padding +\d\.\d%",
+        r"heads +6 query / 3 KV heads, per rank 3/2, 3/2",
+        r"kernel +cpu_flash",
+        r"exchange +4 all-to-alls per layer and micro-batch",
+        r'deepspeed +\{.*"stage": 2',
+    ):
+        assert re.search(part, said), part
+    assert not (tmp_path / "out").exists()
+
+
+FAULTS: list[tuple[dict[str, Any], list[str], str]] = [
+    ({}, ["--dataset", "missing.jsonl"], "There is no dataset file missing.jsonl"),
+    ({"ds_ulysses": {"kernal": "eager"}}, [], "Unknown key 'kernal' in \"ds_ulysses\""),
+    ({"sequence_parallel_size": 3}, [], '"sequence_parallel_size" is 3, but 2 ranks are not a multiple of it'),
+    ({}, ["--model_name_or_path", "REFUSED"], "mistral model cannot be trained with sequence parallelism"),
+    ({}, ["--deepspeed", "BAD_JSON"], "is not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("config", "flags", "message"), FAULTS, ids=lambda x: str(x)[:30])
+def test_bad_input_ends_on_every_rank_with_one_message(
+    inputs: dict[str, str], tmp_path: Path, config: dict[str, Any], flags: list[str], message: str
+) -> None:
+    from transformers import MistralConfig
+
+    MistralConfig().save_pretrained(tmp_path / "refused")
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "ds.json").write_text(json.dumps({"sequence_parallel_size": 2} | config))
+    places = {"REFUSED": str(tmp_path / "refused"), "BAD_JSON": str(tmp_path / "bad.json")}
+    flags = [places.get(flag, flag) for flag in flags]
+    before = set(tmp_path.iterdir())
+    begun = time.monotonic()
+    code, said = sft(inputs, 2, tmp_path / "ds.json", tmp_path / "out", *flags)
+    assert time.monotonic() - begun < 30
+    assert code != 0
+    assert [len(re.findall(rf"rank {rank}: .*{re.escape(message)}", said)) for rank in (0, 1)] == [1, 1], said[-3000:]
+    assert "Traceback" not in said
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_an_output_folder_of_another_run_is_not_touched(inputs: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "kept.txt").write_text("kept")
+    code, said = sft(inputs, 1, ROOT / "ds_configs" / "zero1.json", tmp_path)
+    assert code != 0
+    assert "is not empty" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_a_killed_rank_ends_the_job(inputs: dict[str, str], tmp_path: Path) -> None:
+    arguments = (2, ROOT / "ds_configs" / "zero3.json", tmp_path / "out", "--max_steps", "100000")
+    log = tmp_path / "out" / "train_log.jsonl"
+    with started(inputs, *arguments) as job:
+        assert job.stdout is not None
+        said, ranks = "", []
+        while len(ranks) < 2:
+            said += job.stdout.readline()
+            ranks = [int(pid) for pid in re.findall(r"process (\d+) spawned", said)]
+        while not (log.exists() and len(log.read_text().splitlines()) > 2):
+            time.sleep(0.1)
+        os.kill(ranks[1], signal.SIGKILL)
+        begun = time.monotonic()
+        said += job.stdout.read()
+        assert job.wait(timeout=60) != 0
+    assert time.monotonic() - begun < 60
+    assert f"Killing subprocess {ranks[0]}" in said
+    assert "exits with return code = -9" in said

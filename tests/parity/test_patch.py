@@ -1,0 +1,199 @@
+"""The patcher changes one model, undoes it, and refuses by name what would not be exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ulysses
+from ds_ulysses.patch import ATTENTION_NAME, _attention_forward
+from ds_ulysses.support import OBSTACLES
+from tests.distributed import run_ranks
+from tests.models import collate, random_samples, tiny_model
+from tests.parity.training import Step, start, uniform
+
+
+def topology(sp: int = 2) -> ds_ulysses.Topology:
+    return ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=sp))
+
+
+def check_one_model_only() -> None:
+    """A second model that shares the very config keeps its attention; undoing gives bit-equal results."""
+    from transformers import LlamaForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = dict(ALL_ATTENTION_FUNCTIONS.items())
+    model = tiny_model()
+    reference = LlamaForCausalLM(model.config).eval()
+    reference.load_state_dict(model.state_dict())
+    assert reference.config is model.config
+    batch = collate(random_samples([16]))
+    right = reference(**batch)
+    plain_keys, plain_modules = list(model.state_dict()), [name for name, _ in model.named_modules()]
+
+    ds_ulysses.patch_model(model, topology())
+    assert model.config._attn_implementation == ATTENTION_NAME
+    assert reference.config._attn_implementation == "sdpa"
+    assert list(model.state_dict()) == plain_keys
+    with ds_ulysses.ledger() as book:
+        again = reference(**batch)
+    assert torch.equal(again.logits, right.logits)
+    assert book.entries == []
+
+    ds_ulysses.unpatch_model(model)
+    assert [name for name, _ in model.named_modules()] == plain_modules
+    undone = model.eval()(**batch)
+    assert torch.equal(undone.logits, right.logits)
+    assert torch.equal(undone.loss, right.loss)
+    after = dict(ALL_ATTENTION_FUNCTIONS.items())
+    assert {name: after[name] for name in before} == before
+    ds_ulysses.patch_model(model, topology())  # and it can be patched again
+
+
+def check_misuse() -> None:
+    """What did not come from shard_batch is refused, not guessed."""
+    model = tiny_model()
+    batch = collate(random_samples([16]))
+    ids = batch["input_ids"]
+    with pytest.raises(ValueError, match="not patched"):
+        ds_ulysses.unpatch_model(model)
+    ds_ulysses.patch_model(model, topology())
+    with pytest.raises(ValueError, match="patched already"):
+        ds_ulysses.patch_model(model, topology())
+    with pytest.raises(ValueError, match="labels would be shifted inside the shard"):
+        model(**batch)
+    with pytest.raises(ValueError, match="position_ids are missing"):
+        model(input_ids=ids)
+    shard = ds_ulysses.shard_batch({"input_ids": ids}, model._ds_ulysses_patch.topology)
+    with pytest.raises(ValueError, match="attention_mask cannot be used on a shard"):
+        model(**shard, attention_mask=torch.ones_like(shard["input_ids"]))
+    with pytest.raises(ValueError, match="exactly one Hugging Face model.*none"):
+        ds_ulysses.patch_model(nn.Linear(2, 2), topology())
+    with pytest.raises(ValueError, match=r"exactly one Hugging Face model.*0, 1"):
+        ds_ulysses.patch_model(nn.ModuleList([tiny_model(), tiny_model()]), topology())
+
+
+def check_bypass() -> None:
+    """Attention that is replaced after patching is noticed in the first forward."""
+    model = tiny_model()
+    ds_ulysses.patch_model(model, topology())
+    model.set_attn_implementation("sdpa")
+    shard = ds_ulysses.shard_batch(collate(random_samples([16])), model._ds_ulysses_patch.topology)
+    with pytest.raises(ValueError, match=r"2 of 2 attention layers.*model.layers.0.self_attn"):
+        model(**shard)
+
+
+def check_attention_keywords() -> None:
+    """Keywords that change attention are honoured or refused; see test_training for windows."""
+    import types
+
+    seen: dict[str, Any] = {}
+
+    def spy(q: Any, k: Any, v: Any, mask: Any, documents: Any) -> Any:
+        seen.update(mask=mask, documents=documents)
+        return q
+
+    layer = nn.Module()
+    layer.distributed_attention = ds_ulysses.DistributedAttention()
+    layer.distributed_attention.forward = types.MethodType(lambda self, *args: spy(*args), layer.distributed_attention)
+    x = torch.zeros(1, 4, 6, 8)
+    marker = torch.zeros(0, 3, dtype=torch.int)
+    _attention_forward(
+        layer, x, x, x, None, scaling=0.25, sliding_window=5, softcap=30.0, documents=marker, dropout=0.0,
+        position_ids=x, use_cache=False, cu_seq_lens_q=None,
+    )  # fmt: skip
+    assert (seen["mask"].scale, seen["mask"].left, seen["mask"].right, seen["mask"].softcap) == (0.25, 4, 0, 30.0)
+    assert seen["documents"] is marker
+    for wrong, message in (
+        ({"dropout": 0.1}, "dropout"), ({"s_aux": x}, "s_aux"), ({"position_bias": x}, "position_bias"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"asked for {message}"):
+            _attention_forward(layer, x, x, x, None, **wrong)
+    with pytest.raises(ValueError, match="asked for a mask"):
+        _attention_forward(layer, x, x, x, torch.zeros(1, 1, 6, 6))
+
+
+@pytest.mark.parametrize(
+    ("check", "world"),
+    [(check_one_model_only, 2), (check_misuse, 2), (check_bypass, 2), (check_attention_keywords, 1)],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_patch(check: Any, world: int) -> None:
+    run_ranks(check, world)
+
+
+def refused_models() -> list[tuple[str, str, dict[str, Any]]]:
+    """(config class, what the message names, changes), one at least for each obstacle."""
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
+    return [
+        ("T5Config", "is_encoder_decoder=True", {}),
+        ("LlavaConfig", "sub-models text_config, vision_config", {}),
+        ("Qwen3NextConfig", "layer_types linear_attention", tiny),
+        ("MixtralConfig", "a mixture of experts", tiny),
+        ("Qwen3MoeConfig", "a mixture of experts", tiny),
+        ("LlamaConfig", "attention_dropout=0.1", {**tiny, "attention_dropout": 0.1}),
+        ("LlamaConfig", "is_causal=False", {**tiny, "is_causal": False}),
+        (
+            "LlamaConfig",
+            "rope_type='dynamic'",
+            {**tiny, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        ),
+        ("MambaConfig", "mamba model.*layer_types linear_attention", {}),
+        ("BambaConfig", "bamba model", {}),
+        ("GPT2Config", "gpt2 model.*not been tested", {}),
+        ("BertConfig", "bert model.*not been tested", {}),
+        ("MistralConfig", "mistral model.*not been tested", tiny),
+        ("DeepseekV3Config", "deepseek_v3 model", {}),
+    ]
+
+
+@pytest.mark.parametrize(("name", "message", "changes"), refused_models(), ids=lambda x: str(x)[:24])
+def test_models_are_refused_by_name(name: str, message: str, changes: dict[str, Any]) -> None:
+    import transformers
+
+    from ds_ulysses.support import refuse_unsupported_model
+
+    with pytest.raises(ValueError, match=message):
+        refuse_unsupported_model(getattr(transformers, name)(**changes))
+
+
+def test_every_obstacle_is_tried() -> None:
+    import transformers
+
+    configs = [getattr(transformers, name)(**changes) for name, _, changes in refused_models()]
+    assert all(any(obstacle.applies(config) for config in configs) for obstacle in OBSTACLES)
+
+
+def check_refusal_leaves_the_model_alone() -> None:
+    for changes, config, message in (
+        ({"attention_dropout": 0.1}, {}, "attention_dropout"),
+        ({}, {"ds_ulysses": {"kernel": "flash_attn_2"}}, "flash_attn_2"),
+        ({}, {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, "reduce_scatter"),
+        ({}, {"train_batch_size": 7}, "train_batch_size"),
+        ({}, {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr"),
+        ({}, {"sequence_parallel_size": 3}, "2 ranks are not a multiple"),
+    ):
+        model = tiny_model(**changes)
+        with pytest.raises(ValueError, match=message):
+            start(Step(2, 2, uniform(1, 1, 1), config=config), model)
+        assert model.config._attn_implementation == "sdpa"
+        assert not hasattr(model, "_ds_ulysses_patch")
+
+
+def test_a_refusal_leaves_the_model_alone() -> None:
+    run_ranks(check_refusal_leaves_the_model_alone, 2)
+
+
+def check_own_output_layer() -> None:
+    model = tiny_model()
+    model.lm_head = nn.Linear(32, 64, bias=True)
+    with pytest.raises(ValueError, match="output layer of LlamaForCausalLM"):
+        ds_ulysses.patch_model(model, topology(1))
+
+
+def test_an_output_layer_of_another_kind_is_refused() -> None:
+    run_ranks(check_own_output_layer, 1)

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning on long sequences: `deepspeed train/sft.py --help`."""

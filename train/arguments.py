@@ -1,0 +1,97 @@
+"""Command-line arguments of `sft.py`, by the names that TRL and Hugging Face users know."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+
+@dataclass
+class SftArguments:
+    """Supervised fine-tuning on sequences that are split over ranks."""
+
+    model_name_or_path: str = field(default="", metadata={"help": "Model folder or hub name. Required."})
+    dataset: str = field(
+        default="",
+        metadata={
+            "aliases": ["--dataset_name"],
+            "help": "A .jsonl, .json or .parquet file, or a dataset name, with `messages`, or `prompt` and "
+            "`completion`. Required.",
+        },
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split of a dataset that is given by name."})
+    deepspeed: str = field(default="", metadata={"help": 'DeepSpeed JSON; "auto" values are filled in. Required.'})
+    output_dir: str = field(default="", metadata={"help": "Where the log and the model go. Required."})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "Go on if output_dir holds files already."})
+    sequence_parallel_size: int | None = field(
+        default=None,
+        metadata={"help": 'Ranks that share a sequence, where the JSON says "auto". Default: all ranks.'},
+    )
+    max_length: int = field(default=1024, metadata={"help": "Tokens of a sample; longer ones are cut."})
+    per_device_train_batch_size: int = field(
+        default=1, metadata={"help": "Samples of a micro-batch, per group of ranks that share a sequence."}
+    )
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Micro-batches of an optimizer step."})
+    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the data, unless max_steps is given."})
+    max_steps: int = field(default=-1, metadata={"help": "Optimizer steps; -1: as many as the epochs make."})
+    learning_rate: float = field(default=2e-5, metadata={"help": "Highest learning rate."})
+    lr_scheduler_type: str = field(default="linear", metadata={"help": "Name of a transformers schedule."})
+    warmup_steps: int = field(default=0, metadata={"help": "Optimizer steps of linear warm-up."})
+    weight_decay: float = field(default=0.0, metadata={"help": "For matrices; norms and biases have none."})
+    adam_beta1: float = field(default=0.9, metadata={"help": "Decay of AdamW's first moment."})
+    adam_beta2: float = field(default=0.999, metadata={"help": "Decay of AdamW's second moment."})
+    adam_epsilon: float = field(default=1e-8, metadata={"help": "AdamW's epsilon."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm; 0: never."})
+    bf16: bool | None = field(
+        default=None, metadata={"help": 'Compute in bf16, where the JSON says "auto". Default: on a GPU, yes.'}
+    )
+    gradient_checkpointing: bool = field(default=True, metadata={"help": "Recompute activations in the backward."})
+    seed: int = field(default=42, metadata={"help": "Of the order of samples; the same for every number of ranks."})
+    dry_run: bool = field(default=False, metadata={"help": "Print what would be done, then stop."})
+    local_rank: int = field(default=-1, metadata={"help": "Set by the launcher."})
+
+    def __post_init__(self) -> None:
+        for name in ("model_name_or_path", "dataset", "deepspeed", "output_dir"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is missing.")
+        for name in ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}, but it must be at least 1.")
+        if self.max_length < 2:
+            raise ValueError("--max_length is 1, but a sample needs a token to predict from and one to predict.")
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+            raise ValueError("--max_steps 0 or --num_train_epochs 0 would train nothing.")
+
+
+def parse_arguments(argv: list[str] | None = None) -> SftArguments:
+    """Flags, over the values of `--config recipe.yaml` if there is one. Raises `ValueError`."""
+    argv = sys.argv[1:] if argv is None else argv
+    recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    recipe.add_argument("--config")
+    known, flags = recipe.parse_known_args(argv)
+    parser = HfArgumentParser(SftArguments, allow_abbrev=False, description=SftArguments.__doc__)
+    parser.add_argument("--config", help="YAML file of the arguments below; flags go before its values.")
+    values = _recipe_flags(Path(known.config)) if known.config else []
+    arguments: SftArguments = parser.parse_args_into_dataclasses(values + flags)[0]
+    return arguments
+
+
+def _recipe_flags(path: Path) -> list[str]:
+    """A recipe as the flags that it stands for, so that both are read by the same rules."""
+    try:
+        recipe: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"Cannot read the recipe {path}: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"The recipe {path} is not valid YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"The recipe {path} must hold `name: value` lines.")
+    if unknown := sorted(set(recipe) - {f.name for f in fields(SftArguments)}):
+        raise ValueError(f"The recipe {path} has unknown arguments: {', '.join(unknown)}.")
+    return [part for name, value in recipe.items() for part in (f"--{name}", str(value))]
