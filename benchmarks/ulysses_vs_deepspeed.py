@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,17 +142,15 @@ def bytes_copied(event: Any) -> int:
 
 
 def peak_memory(side: Side) -> int:
-    """Most bytes that the process holds in a step above what it held before, as Linux counts them."""
+    """Most bytes that a step holds above what was there before it, by the profiler's account of each operation."""
     side.step()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
-    before = resident("VmRSS")
-    side.step()
-    return resident("VmHWM") - before
-
-
-def resident(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"{field}:\s+(\d+)", status)[1])  # type: ignore[index]
+    with profile(profile_memory=True) as profiled:
+        side.step()
+    held = highest = 0
+    for event in sorted(profiled.events(), key=lambda event: event.time_range.end):
+        held += event.cpu_memory_usage if event.name == "[memory]" else event.self_cpu_memory_usage
+        highest = max(highest, held)
+    return highest
 
 
 def compare(sp_size: int, tokens: int, turns: int) -> list[dict[str, Any]]:

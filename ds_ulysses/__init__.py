@@ -1,7 +1,7 @@
 """Exact long-context training of Hugging Face models on DeepSpeed."""
 
 from ds_ulysses.attention.distributed import DistributedAttention
-from ds_ulysses.attention.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
+from ds_ulysses.attention.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads, predict
 from ds_ulysses.batch import shard_batch
 from ds_ulysses.config import SequenceParallelConfig
 from ds_ulysses.engine import initialize
@@ -18,6 +18,7 @@ __all__ = [
     "initialize",
     "ledger",
     "patch_model",
+    "predict",
     "shard_batch",
     "unpatch_model",
 ]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ds_ulysses.collectives import same_on_all_ranks
 from ds_ulysses.loss import IGNORE_INDEX
 from ds_ulysses.topology import Topology
 
@@ -38,9 +39,13 @@ def shard_batch(batch: Mapping[str, Any], topology: Topology) -> dict[str, Tenso
     `documents`, int32 [N, 3] on the CPU of (row, start, stop), where some row is not one whole document.
 
     A position predicts only a real token of its own document: padding weighs nothing, and no target crosses from
-    one document into the next. Raises `ValueError` for keys it does not know and shapes that do not fit.
+    one document into the next. Raises `ValueError` for keys it does not know, for shapes that do not fit, and if the
+    first batch is not the same on all ranks of the group.
     """
     tensors = _check(batch)
+    if topology.num_batches == 0:
+        _compare(tensors["input_ids"], topology)
+    topology.num_batches += 1
     extent = _extent(tensors)
     columns = _used_columns(extent.real)
     extent = _Extent(*(x[:, columns] for x in extent))
@@ -75,6 +80,17 @@ def _check(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"`{key}` is {shape}, but `input_ids` is {tuple(ids.shape)}; they must have one shape.")
     return tensors
+
+
+def _compare(ids: Tensor, topology: Topology) -> None:
+    """A sampler that goes by the global rank feeds each rank another sequence, and the shards fit all the same."""
+    places = torch.arange(1, ids.numel() + 1, device=ids.device)
+    checksum = int((ids.flatten() * (places * 2654435761 % 1000003)).sum())
+    if not same_on_all_ranks([*ids.shape, checksum], topology.sp_group, topology.device):
+        raise ValueError(
+            f"The ranks that share a sequence were given different batches. Shard the data by topology.dp_rank "
+            f"({topology.dp_rank} of {topology.dp_size} here), not by the global rank ({topology.rank} here)."
+        )
 
 
 def _extent(tensors: Mapping[str, Tensor]) -> _Extent:

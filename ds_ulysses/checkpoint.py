@@ -16,8 +16,11 @@ from ds_ulysses.patch import find_model
 def save_pretrained(engine: SequenceParallelEngine, folder: str | Path) -> None:
     """Write weights, config and generation config, for `from_pretrained`. Collective: every rank calls it.
 
-    Under ZeRO-3 all ranks gather one parameter after the other; only the first rank keeps and writes them.
+    Under ZeRO-3 all ranks gather one parameter after the other; only the first rank keeps and writes them. Raises
+    `ValueError` for a model with adapters, whose weights have names that `from_pretrained` does not know.
     """
+    if any(hasattr(module, "peft_config") for module in engine.module.modules()):
+        raise ValueError("A model with adapters cannot be saved as a whole yet. Merge them first, or save the adapter.")
     model = find_model(engine.module)
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

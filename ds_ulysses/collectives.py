@@ -55,6 +55,16 @@ def sum_over_world(x: Tensor) -> Tensor:
     return torch.ops.ds_ulysses.sum_over_world(x)
 
 
+def same_on_all_ranks(values: Sequence[int], group: ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of the group pass equal values, as many on each. The answer is the same on all of them."""
+    own = torch.tensor(values, dtype=torch.long, device=device)
+    least_and_greatest = torch.cat([own, -own])
+    dist.all_reduce(least_and_greatest, op=dist.ReduceOp.MAX, group=group)
+    record(Entry("all_reduce", "ulysses", own.dtype, 2 * own.numel() * own.element_size(), "forward"))
+    greatest, negative_least = least_and_greatest.chunk(2)
+    return bool((greatest == -negative_least).all())
+
+
 @torch.library.custom_op("ds_ulysses::scatter_channels", mutates_args=())
 def _scatter_channels(tensors: list[Tensor], ranges: list[int], rank: int, group: str, direction: str) -> Tensor:
     table = _table(ranges, len(tensors))

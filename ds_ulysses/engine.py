@@ -91,7 +91,7 @@ def initialize(
     except BaseException:
         unpatch_model(model)
         raise
-    engine.__class__ = SequenceParallelEngine
+    engine.__class__ = SequenceParallelEngine  # deepspeed.initialize offers no way to name a class
     engine.topology, engine.normalizer = topology, patch.normalizer
     engine.normalizer.factor = float(divisor * engine.gradient_accumulation_steps())
     return engine, *rest

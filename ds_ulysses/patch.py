@@ -29,14 +29,7 @@ from ds_ulysses.topology import Topology
 ATTENTION_NAME = "ds_ulysses"
 ATTRIBUTE = "_ds_ulysses_patch"
 # What layers pass along that does not change attention as computed here.
-HARMLESS = {
-    "position_ids",
-    "use_cache",
-    "cache_position",
-    "output_attentions",
-    "output_hidden_states",
-    "is_causal",
-}
+HARMLESS = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "is_causal"}
 
 
 @dataclass
@@ -72,7 +65,7 @@ def patch_model(model: nn.Module, topology: Topology) -> Patch:
         )
     decoder = inner.base_model
     patch.handles.append(decoder.register_forward_pre_hook(_check_inputs, with_kwargs=True))
-    patch.handles.append(decoder.register_forward_hook(partial(_check_exchanges, patch)))
+    patch.handles.append(decoder.register_forward_hook(partial(_check_exchanges, patch)))  # last: it removes itself
     if head is not None:
         vars(head)["forward"] = partial(_head_forward, head.forward, head, topology.config.logits_tile_size)
         vars(inner)["forward"] = partial(_causal_lm_forward, inner.forward, patch)
@@ -152,12 +145,15 @@ def _attention_forward(
     """The function that transformers calls in each layer: [B, H, S, D] in, [B, S, H, D] out."""
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
     scale, documents = kwargs.pop("scaling", None), kwargs.pop("documents", None)
-    dropout = kwargs.pop("dropout", 0.0)
-    unknown = sorted(name for name in set(kwargs) - HARMLESS if kwargs[name] is not None)
-    if attention_mask is not None or dropout or unknown:
+    asked = [name for name, value in kwargs.items() if name not in HARMLESS and _is_set(value)]
+    if attention_mask is not None:
+        asked.append("a mask")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        asked.append("bidirectional attention")
+    if asked:
         raise ValueError(
-            f"Attention was asked for {', '.join(unknown) or ('dropout' if dropout else 'a mask')}, which would be "
-            f"ignored here. Feed the model from shard_batch, and set attention_dropout to 0."
+            f"Attention was asked for {', '.join(asked)}, which would be ignored here. Feed the model from shard_batch "
+            f"and leave dropout and other extras of attention off."
         )
     mask = Mask(
         scale=scale if scale is not None else query.shape[3] ** -0.5,
@@ -166,6 +162,11 @@ def _attention_forward(
     )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return _attention_of(module)(q, k, v, mask, documents), None
+
+
+def _is_set(value: Any) -> bool:
+    """Whether a keyword asks for anything: tensors do, None, False and 0 do not."""
+    return isinstance(value, Tensor) or bool(value)
 
 
 def _attention_of(layer: nn.Module) -> DistributedAttention:

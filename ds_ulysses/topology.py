@@ -34,7 +34,7 @@ def init_distributed() -> None:
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Topology:
     """Where this rank stands, and the settings that every rank shares."""
 
@@ -43,6 +43,8 @@ class Topology:
     world_size: int
     sp_group: ProcessGroup = field(repr=False)
     self_group: ProcessGroup = field(repr=False)
+    num_batches: int = 0
+    """Batches that were sharded with it; the first is compared between the ranks that share it."""
 
     @classmethod
     def create(cls, config: SequenceParallelConfig) -> Topology:

@@ -46,7 +46,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, limit: float 
         processes = []
         for rank in range(world_size):
             parent, child = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(fn, args, rank, world_size, folder, child), daemon=True)
+            process = context.Process(target=_rank_main, args=(fn, args, rank, world_size, folder, child))
             process.start()
             child.close()
             pipes.append(parent)

@@ -6,7 +6,7 @@ import itertools
 import json
 from typing import Any
 
-from ds_ulysses.attention.ulysses import predict_ulysses
+from ds_ulysses.attention.ulysses import predict
 from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, zero_stage
 from ds_ulysses.heads import HeadSplit
 from ds_ulysses.kernels import select_kernel
@@ -22,7 +22,7 @@ def start_report(
     sections = {
         "mesh": _mesh(topology, config),
         "batch": f"{sizes.train} samples per optimizer step = {sizes.micro} per micro-batch x {sizes.accumulation} "
-        f"accumulated x {topology.dp_size} replicas; {steps_per_epoch(len(samples), sizes)} steps per epoch",
+        f"accumulated x data-parallel {topology.dp_size}; {steps_per_epoch(len(samples), sizes)} steps per epoch",
         "data": f"{len(samples)} samples, {int(samples.lengths.sum()):,} tokens, {int(samples.num_targets.sum()):,} of "
         f"them supervised; {samples.num_cut} cut to the maximum length, {samples.num_skipped} skipped because no "
         f"supervised token is left",
@@ -37,8 +37,8 @@ def start_report(
 
 def _mesh(topology: Topology, config: dict[str, Any]) -> str:
     return (
-        f"{topology.world_size} ranks = {topology.dp_size} replicas x {topology.sp_size} ranks that share a sequence "
-        f"(ranks 0 to {topology.sp_size - 1} share the first), on {topology.device.type}, ZeRO-{zero_stage(config)}"
+        f"{topology.world_size} ranks = data-parallel {topology.dp_size} x sequence-parallel {topology.sp_size} "
+        f"(ranks 0 to {topology.sp_size - 1} share a sequence), on {topology.device.type}, ZeRO-{zero_stage(config)}"
     )
 
 
@@ -79,7 +79,7 @@ def _communication(
 ) -> str:
     """For the longest sample, which decides whether it fits; without what gradient checkpointing repeats."""
     tokens = -(-int(samples.lengths.max()) // topology.sp_size)
-    entries = predict_ulysses(
+    entries = predict(
         _split(topology, model_config), topology.sp_rank, sizes.micro, tokens, head_dim(model_config),
         compute_dtype(config),
     )  # fmt: skip

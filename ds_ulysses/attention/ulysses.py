@@ -83,7 +83,7 @@ def gather_heads_scatter_seq(x: Tensor, group: ProcessGroup, num_heads: int | No
     return out.unflatten(-1, (split.num_heads, head_dim)) if x.dim() == 4 else out[0]
 
 
-def predict_ulysses(
+def predict(
     split: HeadSplit, rank: int, batch_size: int, local_tokens: int, head_dim: int, dtype: torch.dtype
 ) -> list[Entry]:
     """What the ledger of `rank` will say of one attention layer, forward and backward, from shapes alone.

@@ -140,8 +140,8 @@ def test_dry_run_says_everything_and_writes_nothing(inputs: dict[str, str], tmp_
     code, said = sft(inputs, 2, ROOT / "ds_configs" / "zero2.json", tmp_path / "out", "--dry_run")
     assert code == 0, said[-3000:]
     for part in (
-        r"mesh +2 ranks = 1 replicas x 2 ranks that share a sequence",
-        r"batch +1 samples per optimizer step = 1 per micro-batch x 1 accumulated x 1 replicas; 10 steps per epoch",
+        r"mesh +2 ranks = data-parallel 1 x sequence-parallel 2 \(ranks 0 to 1 share a sequence\), on cpu, ZeRO-2",
+        r"batch +1 samples per optimizer step = 1 per micro-batch x 1 accumulated x data-parallel 1; 10 steps",
         r"data +10 samples",
         r"padding +\d\.\d%",
         r"heads +6 query / 3 KV heads, per rank 3/2, 3/2",

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_ulysses import DistributedAttention, ledger
-from ds_ulysses.attention.ulysses import predict_ulysses
+from ds_ulysses.attention.ulysses import predict
 from ds_ulysses.heads import HeadSplit
 from ds_ulysses.kernels import Mask
 from tests import oracle
@@ -92,9 +92,7 @@ def check(*cases: Case) -> None:
         with ledger() as book:
             found = run(case, DistributedAttention(kernel=case.kernel))
         assert_exact(found, reference(case), case)
-        predicted = predict_ulysses(
-            HeadSplit(*case.heads, world), rank, case.batch, case.tokens, case.head_dim, torch.double
-        )
+        predicted = predict(HeadSplit(*case.heads, world), rank, case.batch, case.tokens, case.head_dim, torch.double)
         assert book.entries == predicted
 
 

@@ -169,6 +169,63 @@ def test_ranks_stay_together(stage: int) -> None:
     run_ranks(check_three_steps, 4, stage)
 
 
+def check_partial_window(stage: int) -> None:
+    """Three micro-batches where the config says two: the boundary that the caller sets is the one that counts."""
+    import ds_ulysses
+
+    samples = random_samples([16, 9, 30])
+    model = tiny_model()
+    _, expected = oracle.train_step(model, samples)
+    engine = start(Step(2, stage, uniform(1, 1, 2)), model)
+    for sample in samples:
+        engine.set_gradient_accumulation_boundary(sample is samples[-1])
+        engine.backward(engine(**ds_ulysses.shard_batch(collate([sample]), engine.topology)).loss)
+    assert_equal(gradients(engine), expected, "gradient")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_window_of_another_length(stage: int) -> None:
+    run_ranks(check_partial_window, 2, stage)
+
+
+def check_torch_style_backward(stage: int) -> None:
+    """loss.backward() instead of engine.backward(loss), where DeepSpeed allows it."""
+    import ds_ulysses
+
+    samples = random_samples([16, 9])
+    model = tiny_model()
+    _, expected = oracle.train_step(model, samples)
+    engine = start(Step(2, stage, uniform(1, 1, 2)), model)
+    for sample in samples:
+        engine(**ds_ulysses.shard_batch(collate([sample]), engine.topology)).loss.backward()
+        if sample is samples[0]:
+            engine.step()
+    assert_equal(gradients(engine), expected, "gradient")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_torch_style_backward(stage: int) -> None:
+    run_ranks(check_torch_style_backward, 2, stage)
+
+
+def check_different_batches() -> None:
+    import ds_ulysses
+
+    topology = ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=2))
+    ids = torch.arange(8).view(1, 8)
+    rank = dist.get_rank()
+    for wrong in (ids + topology.sp_rank, ids[:, : 8 - topology.sp_rank], ids.flip(1) if topology.sp_rank else ids):
+        with pytest.raises(ValueError, match=f"by topology.dp_rank .{rank // 2} of 2 here.*global rank .{rank} here"):
+            ds_ulysses.shard_batch({"input_ids": wrong}, topology)
+    ds_ulysses.shard_batch({"input_ids": ids + topology.dp_rank}, topology)  # replicas may differ
+    with pytest.raises(ValueError, match="scale_wrt_gas=False"):
+        start(Step(2, 1, uniform(2, 1, 1)), tiny_model()).backward(torch.zeros(()), scale_wrt_gas=False)
+
+
+def test_ranks_of_one_group_with_different_batches_are_refused() -> None:
+    run_ranks(check_different_batches, 4)
+
+
 def check_evaluation() -> None:
     """Odd lengths, another batch size, token-weighted; the next training step is as if nothing had been."""
     import ds_ulysses
@@ -323,6 +380,43 @@ def check_saved(folder: str, stage: int) -> None:
     assert not info["unexpected_keys"]
     right = saved(input_ids=samples[0].ids[None]).logits.chunk(2, dim=1)[engine.topology.sp_rank]
     torch.testing.assert_close(logits, right, rtol=1e-5, atol=1e-5)
+
+
+def check_adapters_are_not_saved_as_a_whole(folder: str) -> None:
+    from ds_ulysses.checkpoint import save_pretrained
+
+    with pytest.raises(ValueError, match="with adapters cannot be saved"):
+        save_pretrained(start(Step(1, 0, uniform(1, 1, 1)), lora(tiny_model())), folder)
+
+
+def test_adapters_are_not_saved_as_a_whole(tmp_path: Any) -> None:
+    run_ranks(check_adapters_are_not_saved_as_a_whole, 1, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def check_training_data() -> list[list[int]]:
+    """DeepSpeed's own loader: ranks of a group get the same samples, replicas others."""
+    import ds_ulysses
+
+    data = [{"input_ids": torch.full((8,), i), "labels": torch.full((8,), i)} for i in range(8)]
+    model = tiny_model()
+    engine, _, loader, _ = ds_ulysses.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), training_data=data,
+        config={"sequence_parallel_size": 2, "train_micro_batch_size_per_gpu": 2},
+    )  # fmt: skip
+    seen = []
+    for batch in loader:
+        engine.backward(engine(**ds_ulysses.shard_batch(batch, engine.topology)).loss)
+        engine.step()
+        seen.append(batch["input_ids"][:, 0].tolist())
+    return seen
+
+
+def test_training_data() -> None:
+    seen = run_ranks(check_training_data, 4)
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert sorted(i for rank in (0, 2) for batch in seen[rank] for i in batch) == list(range(8))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

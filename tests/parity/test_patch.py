@@ -109,6 +109,7 @@ def check_attention_keywords() -> None:
     assert seen["documents"] is marker
     for wrong, message in (
         ({"dropout": 0.1}, "dropout"), ({"s_aux": x}, "s_aux"), ({"position_bias": x}, "position_bias"),
+        ({"output_attentions": True}, "output_attentions"), ({"is_causal": False}, "bidirectional attention"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"asked for {message}"):
             _attention_forward(layer, x, x, x, None, **wrong)

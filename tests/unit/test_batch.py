@@ -18,7 +18,7 @@ from tests.models import collate, random_samples
 def topology(sp_size: int, rank: int = 0) -> Topology:
     """A rank without groups: sharding needs only its numbers."""
     config = SequenceParallelConfig(sequence_parallel_size=sp_size)
-    return Topology(config, rank, sp_size, sp_group=None, self_group=None)  # type: ignore[arg-type]
+    return Topology(config, rank, sp_size, sp_group=None, self_group=None, num_batches=1)  # type: ignore[arg-type]
 
 
 def whole(batch: dict[str, Any], sp_size: int) -> dict[str, Tensor]:

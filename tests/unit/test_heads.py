@@ -49,6 +49,7 @@ def test_runs_map_each_query_head_to_its_kv_head_without_expansion(split: HeadSp
                 owners[q_first + q] = kv_first + run.kv_start + (q - run.q_start) // per_kv
         assert owners == {head: head // split.group_size for head in range(*split.q_range(rank))}
         assert len(runs) <= 3
+        assert runs == sorted(runs)
 
 
 def test_the_picture_in_the_module() -> None:
