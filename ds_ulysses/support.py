@@ -12,7 +12,10 @@ import torch
 
 from ds_ulysses.kernels import Request
 
-EXACT_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+EXACT_MODEL_TYPES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "olmo3", "glm4", "smollm3",
+    "starcoder2", "exaone4",
+)  # fmt: skip
 """`config.model_type` of the architectures that the tests compare with one process."""
 
 FULL_ATTENTION = ("full_attention", "sliding_attention")
@@ -36,12 +39,24 @@ def _mixers(config: Any) -> list[str]:
     return sorted(set(_layer_types(config)) - set(FULL_ATTENTION))
 
 
-def _rope_type(config: Any) -> str:
+def _rope_by_length(config: Any) -> list[str]:
+    """RoPE types that depend on the length; some configs give parameters per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return str(parameters.get("rope_type", "default"))
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return sorted({str(p.get("rope_type")) for p in (parameters, *nested)} & set(LENGTH_DEPENDENT_ROPE))
 
 
-OBSTACLES = (
+def _dropouts(config: Any) -> list[str]:
+    """Fields such as attention_dropout and resid_pdrop that are not 0."""
+    return [f"{name}={value}" for name, value in sorted(vars(config).items()) if "drop" in name and value]
+
+
+def _bidirectional(config: Any) -> bool:
+    return getattr(config, "is_causal", True) is False or bool(getattr(config, "use_bidirectional_attention", False))
+
+
+# What a model is: refused for whatever architecture.
+STRUCTURE = (
     Obstacle(
         lambda c: bool(getattr(c, "is_encoder_decoder", False)),
         lambda c: "is_encoder_decoder=True",
@@ -62,21 +77,26 @@ OBSTACLES = (
         lambda c: "a mixture of experts",
         "its auxiliary loss is a mean over tokens that are on other ranks",
     ),
+)
+
+# How a model that is otherwise exact has been set.
+SETTINGS = (
     Obstacle(
-        lambda c: _rope_type(c) in LENGTH_DEPENDENT_ROPE,
-        lambda c: f"rope_type={_rope_type(c)!r}",
+        lambda c: bool(_rope_by_length(c)),
+        lambda c: f"rope_type {', '.join(_rope_by_length(c))}",
         "it chooses frequencies by the length it sees, and each rank sees only its shard",
     ),
     Obstacle(
-        lambda c: bool(getattr(c, "attention_dropout", 0.0)),
-        lambda c: f"attention_dropout={c.attention_dropout}",
-        "no kernel here drops attention weights, and it would be ignored. Set it to 0",
+        lambda c: bool(_dropouts(c)),
+        lambda c: ", ".join(_dropouts(c)),
+        "attention weights are not dropped here, and shards would drop the same positions. Set it to 0",
     ),
     Obstacle(
-        lambda c: not getattr(c, "is_causal", True),
-        lambda c: "is_causal=False",
-        "bidirectional attention is not supported yet",
+        lambda c: bool(getattr(c, "final_logit_softcapping", None)),
+        lambda c: f"final_logit_softcapping={c.final_logit_softcapping}",
+        "the tiled loss does not cap logits yet",
     ),
+    Obstacle(_bidirectional, lambda c: "bidirectional attention", "only causal attention is supported yet"),
 )
 
 
@@ -92,12 +112,14 @@ def attention_request(config: Any, device: str, dtype: torch.dtype) -> Request:
 
 def refuse_unsupported_model(config: Any) -> None:
     """Raise `ValueError` that names the model, the field and the reason, unless the model is known to be exact."""
-    name = f"{config.model_type} model"
-    for applies, field, reason in OBSTACLES:
-        if applies(config):
-            raise ValueError(f"This {name} cannot be trained with sequence parallelism: {field(config)}: {reason}.")
+    refusal = f"This {config.model_type} model cannot be trained with sequence parallelism"
+    _refuse_obstacles(STRUCTURE, config, refusal)
     if config.model_type not in EXACT_MODEL_TYPES:
-        raise ValueError(
-            f"This {name} cannot be trained with sequence parallelism: its exactness has not been tested. Tested are: "
-            f"{', '.join(EXACT_MODEL_TYPES)}."
-        )
+        raise ValueError(f"{refusal}: it has not been tested. Tested are: {', '.join(EXACT_MODEL_TYPES)}.")
+    _refuse_obstacles(SETTINGS, config, refusal)
+
+
+def _refuse_obstacles(obstacles: tuple[Obstacle, ...], config: Any, refusal: str) -> None:
+    for applies, field, reason in obstacles:
+        if applies(config):
+            raise ValueError(f"{refusal}: {field(config)}: {reason}.")

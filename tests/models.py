@@ -10,22 +10,35 @@ from tests.oracle import IGNORE, Sample
 VOCAB = 64
 
 
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"sliding_window": 4, "pad_token_id": 0},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "glm4": {"pad_token_id": 0},
+    "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 0]},
+    "starcoder2": {"sliding_window": 4},
+    "exaone4": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+}
+"""Tested model types, with what makes a tiny one show its peculiarities."""
+
+
 def tiny_model(kind: str = "llama", seed: int = 0, **changes: object) -> nn.Module:
     """2 layers, 4 query and 2 KV heads of 8; q and k weights scaled up so that a wrong mask or RoPE shows."""
-    import transformers as tf
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config_class, model_class = {
-        "llama": (tf.LlamaConfig, tf.LlamaForCausalLM),
-        "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM),
-        "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM),
-    }[kind]
     settings = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
         "tie_word_embeddings": False,
     }  # fmt: skip
     torch.manual_seed(seed)
-    model = model_class(config_class(**(settings | changes)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(settings | changes)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:

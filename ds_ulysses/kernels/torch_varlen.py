@@ -1,9 +1,11 @@
-"""Flash attention that ships inside PyTorch, through its variable-length op. CUDA, fp16 and bf16, no softcap."""
+"""Flash attention that ships inside PyTorch, in its variable-length form. CUDA, fp16 and bf16, no softcap.
+
+The aten ops are called, not `torch.nn.attention.varlen`, whose arguments change from release to release.
+"""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.attention.varlen  # registers torch.ops.torch_attn
 from torch import Tensor
 
 from ds_ulysses.kernels.contract import Kernel, Mask, Request, Triple
@@ -24,8 +26,8 @@ class TorchVarlenKernel(Kernel):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         batch, length = q.shape[:2]
         flat = [x.flatten(0, 1) for x in (q, k, v)]  # [B, L, H, D] -> [B * L, H, D]
-        out, lse, _ = torch.ops.torch_attn._varlen_attn(
-            *flat, *_bounds(q, k), mask.causal, mask.scale, [mask.left, mask.right], enable_gqa=True
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *flat, *_bounds(q, k), 0.0, mask.causal, False, **_options(mask)
         )
         lse = lse.unflatten(1, (batch, length)).transpose(0, 1).contiguous()  # [H, B * L] -> [B, H, L]
         return out.unflatten(0, (batch, length)), lse.masked_fill_(lse == float("inf"), float("-inf"))
@@ -34,12 +36,16 @@ class TorchVarlenKernel(Kernel):
         q, k, _ = qkv
         flat = [x.flatten(0, 1) for x in (dout, *qkv, out)]
         lse = torch.where(lse == float("-inf"), float("inf"), lse).transpose(0, 1).flatten(1).contiguous()
-        unused_rng = torch.empty(2, dtype=torch.uint64, device=q.device)
-        found = torch.ops.torch_attn._varlen_attn_backward(
-            *flat, lse, *_bounds(q, k), mask.causal, unused_rng, mask.scale, [mask.left, mask.right]
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        found = torch.ops.aten._flash_attention_backward(
+            *flat, lse, *_bounds(q, k), 0.0, mask.causal, *no_dropout, **_options(mask)
         )
         for grad, value in zip(grads, found, strict=True):
             grad.copy_(value.view(grad.shape))
+
+
+def _options(mask: Mask) -> dict[str, float]:
+    return {"scale": mask.scale, "window_size_left": mask.left, "window_size_right": mask.right}
 
 
 def _bounds(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:

@@ -157,7 +157,7 @@ FAULTS: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["--dataset", "missing.jsonl"], "There is no dataset file missing.jsonl"),
     ({"ds_ulysses": {"kernal": "eager"}}, [], "Unknown key 'kernal' in \"ds_ulysses\""),
     ({"sequence_parallel_size": 3}, [], '"sequence_parallel_size" is 3, but 2 ranks are not a multiple of it'),
-    ({}, ["--model_name_or_path", "REFUSED"], "mistral model cannot be trained with sequence parallelism"),
+    ({}, ["--model_name_or_path", "REFUSED"], "cohere model cannot be trained with sequence parallelism: it has not been tested"),
     ({}, ["--deepspeed", "BAD_JSON"], "is not valid JSON"),
 ]
 
@@ -166,9 +166,9 @@ FAULTS: list[tuple[dict[str, Any], list[str], str]] = [
 def test_bad_input_ends_on_every_rank_with_one_message(
     inputs: dict[str, str], tmp_path: Path, config: dict[str, Any], flags: list[str], message: str
 ) -> None:
-    from transformers import MistralConfig
+    from transformers import CohereConfig
 
-    MistralConfig().save_pretrained(tmp_path / "refused")
+    CohereConfig().save_pretrained(tmp_path / "refused")
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "ds.json").write_text(json.dumps({"sequence_parallel_size": 2} | config))
     places = {"REFUSED": str(tmp_path / "refused"), "BAD_JSON": str(tmp_path / "bad.json")}

@@ -10,7 +10,7 @@ from torch import nn
 
 import ds_ulysses
 from ds_ulysses.patch import ATTENTION_NAME, _attention_forward
-from ds_ulysses.support import OBSTACLES
+from ds_ulysses.support import SETTINGS, STRUCTURE
 from tests.distributed import run_ranks
 from tests.models import collate, random_samples, tiny_model
 from tests.parity.training import Step, start, uniform
@@ -137,17 +137,20 @@ def refused_models() -> list[tuple[str, str, dict[str, Any]]]:
         ("MixtralConfig", "a mixture of experts", tiny),
         ("Qwen3MoeConfig", "a mixture of experts", tiny),
         ("LlamaConfig", "attention_dropout=0.1", {**tiny, "attention_dropout": 0.1}),
-        ("LlamaConfig", "is_causal=False", {**tiny, "is_causal": False}),
+        ("LlamaConfig", "bidirectional attention", {**tiny, "is_causal": False}),
         (
             "LlamaConfig",
-            "rope_type='dynamic'",
+            "rope_type dynamic",
             {**tiny, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         ),
         ("MambaConfig", "mamba model.*layer_types linear_attention", {}),
         ("BambaConfig", "bamba model", {}),
-        ("GPT2Config", "gpt2 model.*not been tested", {}),
-        ("BertConfig", "bert model.*not been tested", {}),
-        ("MistralConfig", "mistral model.*not been tested", tiny),
+        ("GPT2Config", "gpt2 model.*has not been tested", {}),
+        ("BertConfig", "bert model.*has not been tested", {}),
+        ("CohereConfig", "cohere model.*has not been tested", tiny),
+        ("Gemma2Config", "gemma2 model.*has not been tested", tiny),
+        ("Gemma3TextConfig", "final_logit_softcapping=30.0", {**tiny, "final_logit_softcapping": 30.0}),
+        ("Phi3Config", "resid_pdrop=0.1", {**tiny, "pad_token_id": 0, "resid_pdrop": 0.1}),
         ("DeepseekV3Config", "deepseek_v3 model", {}),
     ]
 
@@ -166,7 +169,7 @@ def test_every_obstacle_is_tried() -> None:
     import transformers
 
     configs = [getattr(transformers, name)(**changes) for name, _, changes in refused_models()]
-    assert all(any(obstacle.applies(config) for config in configs) for obstacle in OBSTACLES)
+    assert all(any(obstacle.applies(config) for config in configs) for obstacle in STRUCTURE + SETTINGS)
 
 
 def check_refusal_leaves_the_model_alone() -> None:

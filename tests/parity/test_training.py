@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ds_ulysses.support import EXACT_MODEL_TYPES
 from tests.distributed import run_ranks
+from tests.models import ARCHITECTURES
 from tests.parity.training import Step, at_every_stage, check_all, check_batch_and_accumulation, uniform
 
 
@@ -15,8 +17,19 @@ def test_grid(sp: int, dp: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])
-def test_other_architectures(model: str) -> None:
+def test_other_architectures_at_every_stage(model: str) -> None:
     run_ranks(check_all, 4, at_every_stage(Step(2, 0, uniform(2, 2, 1), model=model)))
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_architectures(model: str) -> None:
+    """With padding, and more ranks than KV heads."""
+    changes = ARCHITECTURES[model]
+    run_ranks(check_all, 4, [Step(4, 2, (((16, 9),),), model=model, model_changes=changes)])
+
+
+def test_every_architecture_that_is_called_exact_is_tested() -> None:
+    assert set(ARCHITECTURES) == set(EXACT_MODEL_TYPES)
 
 
 @pytest.mark.parametrize("sp", [2, 4])
