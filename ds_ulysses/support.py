@@ -107,7 +107,7 @@ def head_dim(config: Any) -> int:
 
 def attention_request(config: Any, device: str, dtype: torch.dtype) -> Request:
     """What a model's layers will ask of a kernel."""
-    return Request(device, dtype, head_dim(config), windowed="sliding_attention" in _layer_types(config))
+    return Request(device, dtype, head_dim(config))
 
 
 def refuse_unsupported_model(config: Any) -> None:

@@ -79,7 +79,7 @@ class DistributedAttention(nn.Module):
         `documents`: int tensor [N, 3] on the CPU of (row, start, stop) in the whole sequence, or None.
         """
         mask = mask or Mask(scale=query.shape[3] ** -0.5)
-        request = Request(query.device.type, query.dtype, query.shape[3], mask.windowed, bool(mask.softcap))
+        request = Request(query.device.type, query.dtype, query.shape[3], bool(mask.softcap))
         kernel, _ = select_kernel(self.kernel, request)
         return ulysses_attention(query, key, value, self.group, mask, documents, kernel.name)
 

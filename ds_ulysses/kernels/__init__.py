@@ -25,10 +25,11 @@ KERNELS: dict[str, Kernel] = {
 def select_kernel(name: str, request: Request) -> tuple[Kernel, str]:
     """Return the kernel and why it was taken. Raises `ValueError` if the named one cannot do it."""
     refusals = {kernel.name: kernel.refusal(request) for kernel in KERNELS.values()}
-    able = [name for name, refusal in refusals.items() if refusal is None]
+    able = [kernel for kernel, refusal in refusals.items() if refusal is None]
     if name == "auto":
-        passed_over = [f"{k}: {reason}" for k, reason in refusals.items() if reason is not None]
-        return KERNELS[able[0]], "; ".join(passed_over) or "first choice"
+        here = [k.name for k in KERNELS.values() if k.device in (None, request.device)]
+        passed_over = [f"{kernel}: {refusals[kernel]}" for kernel in here[: here.index(able[0])]]
+        return KERNELS[able[0]], "; ".join(["the fastest that can", *passed_over])
     if refusals[name] is not None:
         raise ValueError(f'"kernel" is {name!r}, but {refusals[name]}. Able here: {", ".join(able)}, or "auto".')
     return KERNELS[name], "set in the config"

@@ -33,10 +33,6 @@ class Mask:
     """Scores become softcap * tanh(score / softcap); 0 means none."""
 
     @property
-    def windowed(self) -> bool:
-        return self.left >= 0 or self.right > 0
-
-    @property
     def causal(self) -> bool:
         return self.left < 0 and self.right == 0
 
@@ -48,7 +44,6 @@ class Request:
     device: str
     dtype: torch.dtype
     head_dim: int
-    windowed: bool = False
     softcap: bool = False
 
 
@@ -60,10 +55,14 @@ class Kernel(ABC):
     """One local attention kernel. Zero-length inputs end here: many kernels crash or misbehave on them."""
 
     name: str
+    device: str | None = None
+    """The one kind of device it runs on; None: any."""
 
-    @abstractmethod
     def refusal(self, request: Request) -> str | None:
         """Why this kernel cannot serve the request here, or None if it can."""
+        if self.device not in (None, request.device):
+            return f"it runs on {self.device}, not on {request.device}"
+        return self._refusal(request)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return out and lse."""
@@ -80,6 +79,9 @@ class Kernel(ABC):
         else:
             for grad in grads:
                 grad.zero_()
+
+    @abstractmethod
+    def _refusal(self, request: Request) -> str | None: ...
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]: ...

@@ -17,10 +17,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 class CpuFlashKernel(Kernel):
     name = "cpu_flash"
+    device = "cpu"
 
-    def refusal(self, request: Request) -> str | None:
-        if request.device != "cpu":
-            return f"it runs on the CPU, not on {request.device}"
+    def _refusal(self, request: Request) -> str | None:
         return "it has no softcap" if request.softcap else None
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from ds_ulysses.kernels.contract import Kernel, Mask, Request, Triple, visible
 class EagerKernel(Kernel):
     name = "eager"
 
-    def refusal(self, request: Request) -> str | None:
+    def _refusal(self, request: Request) -> str | None:
         return None
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:

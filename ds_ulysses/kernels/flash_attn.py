@@ -40,15 +40,13 @@ def _unused(function: Callable[..., Any]) -> dict[str, None]:
 
 
 class _FlashAttention(Kernel):
-    name: str
+    device = "cuda"
     module: str
     max_head_dim = 256
     generations: tuple[int, ...]
     """Major compute capabilities whose backward the generation supports."""
 
-    def refusal(self, request: Request) -> str | None:
-        if request.device != "cuda":
-            return f"it runs on CUDA, not on {request.device}"
+    def _refusal(self, request: Request) -> str | None:
         if request.dtype not in HALF:
             return f"it has no {request.dtype}"
         if request.head_dim > self.max_head_dim or request.head_dim % 8:

@@ -13,10 +13,9 @@ from ds_ulysses.kernels.contract import Kernel, Mask, Request, Triple
 
 class TorchVarlenKernel(Kernel):
     name = "torch_varlen"
+    device = "cuda"
 
-    def refusal(self, request: Request) -> str | None:
-        if request.device != "cuda":
-            return f"it runs on CUDA, not on {request.device}"
+    def _refusal(self, request: Request) -> str | None:
         if request.dtype not in (torch.float16, torch.bfloat16):
             return f"it has no {request.dtype}"
         if request.head_dim > 256 or request.head_dim % 8:

@@ -157,7 +157,11 @@ FAULTS: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["--dataset", "missing.jsonl"], "There is no dataset file missing.jsonl"),
     ({"ds_ulysses": {"kernal": "eager"}}, [], "Unknown key 'kernal' in \"ds_ulysses\""),
     ({"sequence_parallel_size": 3}, [], '"sequence_parallel_size" is 3, but 2 ranks are not a multiple of it'),
-    ({}, ["--model_name_or_path", "REFUSED"], "cohere model cannot be trained with sequence parallelism: it has not been tested"),
+    (
+        {},
+        ["--model_name_or_path", "REFUSED"],
+        "cohere model cannot be trained with sequence parallelism: it has not been tested",
+    ),
     ({}, ["--deepspeed", "BAD_JSON"], "is not valid JSON"),
 ]
 
