@@ -37,11 +37,11 @@ class StepNormalizer:
         self._total: Tensor | None = None
         self._num_micro_batches = 0
 
-    def weight(self, num_targets: Tensor, num_tokens: int) -> Tensor:
+    def weight(self, num_targets: Tensor, num_tokens: Tensor) -> Tensor:
         """Weight of a micro-batch's gradient; called as its backward begins.
 
-        `num_targets` (0-dim) and `num_tokens` count supervised and all tokens over all ranks. The latter is the
-        reference if there is no target at all.
+        `num_targets` and `num_tokens` (0-dim) count supervised and all tokens over all ranks. The latter is the
+        reference if the first micro-batch has no target at all.
         """
         if self._reference is None or self._total is None:
             self._reference = torch.where(num_targets > 0, num_targets, num_tokens)

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.trainer_utils import SchedulerType
 
 
 @dataclass
@@ -65,6 +66,8 @@ class SftArguments:
                 raise ValueError(f"--{name} is {getattr(self, name)}, but it must be at least 1.")
         if self.max_length < 2:
             raise ValueError("--max_length is 1, but a sample needs a token to predict from and one to predict.")
+        if self.lr_scheduler_type not in (names := [schedule.value for schedule in SchedulerType]):
+            raise ValueError(f"--lr_scheduler_type is {self.lr_scheduler_type!r}. Choose one of: {', '.join(names)}.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ValueError("--max_steps 0 or --num_train_epochs 0 would train nothing.")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -25,7 +26,8 @@ import ds_ulysses
 from ds_ulysses.checkpoint import save_pretrained
 from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, load_deepspeed_json, resolve_batch_sizes, zero_stage
 from ds_ulysses.engine import SequenceParallelEngine
-from ds_ulysses.support import refuse_unsupported_model
+from ds_ulysses.kernels import select_kernel
+from ds_ulysses.support import attention_request, refuse_unsupported_model
 from ds_ulysses.topology import init_distributed
 from train.arguments import SftArguments, parse_arguments
 from train.data import Samples, StepPlan, collate, load_rows, load_samples, plan_steps, steps_per_epoch
@@ -36,6 +38,8 @@ from train.report import start_report
 
 
 def main() -> None:
+    # DeepSpeed calls collectives by names that torch is about to retire; nobody here can do anything about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
         run = prepare()
     except ValueError as error:  # a refusal, which needs no traceback; from here on there is none
@@ -72,6 +76,7 @@ def prepare() -> Run | None:
     sizes = resolve_batch_sizes(config, topology.dp_size)
     model_config = load_model_config(arguments.model_name_or_path)
     fill_from_model(config, model_config.hidden_size)
+    select_kernel(topology.config.kernel, attention_request(model_config, topology.device.type, compute_dtype(config)))
 
     tokenizer = load_tokenizer(arguments.model_name_or_path)
     samples = read_data(arguments, tokenizer, topology.rank)

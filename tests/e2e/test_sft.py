@@ -156,6 +156,7 @@ def test_dry_run_says_everything_and_writes_nothing(inputs: dict[str, str], tmp_
 FAULTS: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["--dataset", "missing.jsonl"], "There is no dataset file missing.jsonl"),
     ({"ds_ulysses": {"kernal": "eager"}}, [], "Unknown key 'kernal' in \"ds_ulysses\""),
+    ({"ds_ulysses": {"kernel": "flash_attn_2"}}, [], "\"kernel\" is 'flash_attn_2', but it runs on cuda, not on cpu"),
     ({"sequence_parallel_size": 3}, [], '"sequence_parallel_size" is 3, but 2 ranks are not a multiple of it'),
     (
         {},

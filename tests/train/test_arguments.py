@@ -42,6 +42,7 @@ def test_trl_names() -> None:
         ([*REQUIRED, "--max_length", "1"], "--max_length is 1"),
         ([*REQUIRED, "--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
         ([*REQUIRED, "--max_steps", "0"], "would train nothing"),
+        ([*REQUIRED, "--lr_scheduler_type", "cosin"], "lr_scheduler_type is 'cosin'. Choose one of: linear, cosine"),
         ([*REQUIRED, "--some_flag", "1"], "some_flag"),
     ],
 )
