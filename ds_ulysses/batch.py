@@ -43,7 +43,7 @@ def shard_batch(batch: Mapping[str, Any], topology: Topology) -> dict[str, Tenso
     first batch is not the same on all ranks of the group.
     """
     tensors = _check(batch)
-    if topology.num_batches == 0:
+    if topology.num_batches == 0 and topology.sp_size > 1:
         _compare(tensors["input_ids"], topology)
     topology.num_batches += 1
     extent = _extent(tensors)
@@ -72,12 +72,8 @@ def _check(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         raise ValueError("A batch needs `input_ids`, a tensor of [batch, tokens] with at least one token.")
     for key, value in tensors.items():
         rows = {1, ids.shape[0]} if key == "position_ids" else {ids.shape[0]}
-        if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[0] not in rows:
-            fits = False
-        else:
-            fits = value.shape[1] == ids.shape[1]
-        if not fits:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if shape not in {(row, ids.shape[1]) for row in rows}:
             raise ValueError(f"`{key}` is {shape}, but `input_ids` is {tuple(ids.shape)}; they must have one shape.")
     return tensors
 

@@ -111,7 +111,10 @@ def deepspeed_config(source: str | Path | Mapping[str, Any], topology: Topology)
     config["train_batch_size"] = sizes.train
     config["train_micro_batch_size_per_gpu"] = sizes.micro
     config["gradient_accumulation_steps"] = sizes.accumulation
-    if get_accelerator().device_name() == "cpu" and "adam" in str(get_nested(config, "optimizer.type", "")).lower():
+    if get_accelerator().device_name() == "cpu" and str(get_nested(config, "optimizer.type")).lower() in (
+        "adam",
+        "adamw",
+    ):
         # DeepSpeed's own CPU Adam is compiled at first use, which takes minutes.
         config["optimizer"].setdefault("params", {})["torch_adam"] = True
     return config

@@ -74,8 +74,10 @@ def _searched(messages: list[Message], first: int, tokenizer: PreTrainedTokenize
     kept = spans[sum(message["role"] == "assistant" for message in messages[:first]) :]
     supervised = [any(a <= start and end <= b for a, b in kept) for start, end in out["offset_mapping"]]
     ids = list(out["input_ids"])
-    if not closed:  # the template ends a turn by the next one's header, so nothing else says that the last one ended
-        ids, supervised = [*ids, tokenizer.eos_token_id], [*supervised, True]
+    if not closed:
+        # Nothing in the template says that the last turn has ended, so the end token does, right after its words.
+        last = sum(end <= spans[-1][1] for _, end in out["offset_mapping"])
+        ids, supervised = [*ids[:last], tokenizer.eos_token_id], [*supervised[:last], True]
     return _sample(ids, supervised)
 
 
@@ -96,9 +98,9 @@ def _assistant_spans(
                 f"cannot be put on the assistant alone. Use a template with {{% generation %}} marks."
             )
         cursor = found + len(content)
+        end = ending.match(text, cursor) if speaks else None
+        closed = end is not None or not speaks
         if speaks:
-            end = ending.match(text, cursor)
-            closed = end is not None
             cursor = end.end() if end else cursor
             spans.append((start + len(header), cursor))
     return spans, closed

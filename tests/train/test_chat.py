@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.tokenizers import CHATML, MARKED, NEXT_ROLE, THINKING, word_tokenizer
+from tests.train.tokenizers import CHATML, MARKED, NEXT_ROLE, PLAIN, THINKING, word_tokenizer
 from train.chat import IGNORE_INDEX, tokenize_chat
 
 CHAT = [
@@ -94,6 +94,13 @@ def test_an_empty_answer_teaches_to_end() -> None:
 
 def test_a_chat_that_ends_with_the_user_is_not_closed_for_it() -> None:
     assert supervised({"messages": CHAT[:3]}, NEXT_ROLE).endswith("hello there <|user|> [what] [is] [b]")
+
+
+def test_a_template_without_special_tokens() -> None:
+    """The end token closes the last turn if the assistant has it, and only then."""
+    answered = "[user] [:] [hi] [a] [|] [assistant] [:] hello there"
+    assert supervised({"messages": CHAT[:2]}, PLAIN) == f"{answered} <|im_end|>"
+    assert supervised({"messages": CHAT[:3]}, PLAIN) == f"{answered} [|] [user] [:] [what] [is] [b] [|]"
 
 
 SHOUTING = CHATML.replace("m['content']", "m['content'] | upper")

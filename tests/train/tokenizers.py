@@ -18,6 +18,11 @@ NEXT_ROLE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# No special tokens at all: "user : hi \n assistant : hello \n".
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] + ' : ' + m['content'] + ' \\n ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
+)
 # A turn that thinks only when it is the last, as Qwen3's template has it.
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}{% if m['role'] == 'assistant' and loop.last %}"
@@ -33,7 +38,7 @@ def word_tokenizer(template: str | None = CHATML) -> Any:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<unk>", *SPECIAL, "\n", "<think>", "</think>", *WORDS.split()]
+    words = ["<unk>", *SPECIAL, "\n", ":", "<think>", "</think>", *WORDS.split()]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\n"), "isolated"), pre_tokenizers.Split(" ", "removed")]
