@@ -67,13 +67,9 @@ def initialize(
     engine has `.topology`, for `shard_batch`. Raises `ValueError` on every rank, before the model is changed, for
     a setting or a model under which training would not be exact.
     """
-    settings = SequenceParallelConfig.from_deepspeed(config)
-    topology = Topology.create(settings)
+    topology = Topology.create(SequenceParallelConfig.from_deepspeed(config))
     ds_config = deepspeed_config(config, topology)
-    inner = find_model(model)
-    refuse_unsupported_model(inner.config)
-    dtype = compute_dtype(ds_config, otherwise=next(inner.parameters()).dtype)
-    select_kernel(settings.kernel, attention_request(inner.config, topology.device.type, dtype))
+    check_model(model, ds_config, topology)
     divisor = gradient_divisor(ds_config, topology)
     check_gradient_divisor(ds_config, topology, divisor)
     patch = patch_model(model, topology)
@@ -95,6 +91,14 @@ def initialize(
     engine.topology, engine.normalizer = topology, patch.normalizer
     engine.normalizer.factor = float(divisor * engine.gradient_accumulation_steps())
     return engine, *rest
+
+
+def check_model(model: nn.Module, config: Mapping[str, Any], topology: Topology) -> None:
+    """Raise `ValueError` if the model would not be exact, or the kernel cannot serve it under this config."""
+    inner = find_model(model)
+    refuse_unsupported_model(inner.config)
+    dtype = compute_dtype(config, otherwise=next(inner.parameters()).dtype)
+    select_kernel(topology.config.kernel, attention_request(inner.config, topology.device.type, dtype))
 
 
 def deepspeed_config(source: str | Path | Mapping[str, Any], topology: Topology) -> dict[str, Any]:

@@ -17,16 +17,44 @@ def fill_from_arguments(config: dict[str, Any], arguments: SftArguments, world_s
 
     Raises `ValueError` that lists every value which the JSON and the arguments give differently.
     """
-    sp_size = arguments.sequence_parallel_size
+    _make_room(config, arguments)
     if config.get("sequence_parallel_size") == AUTO:
-        config["sequence_parallel_size"] = sp_size or world_size
-    config.setdefault("train_micro_batch_size_per_gpu", AUTO)
-    config.setdefault("gradient_accumulation_steps", AUTO)
-    config.setdefault("gradient_clipping", AUTO)
+        config["sequence_parallel_size"] = arguments.sequence_parallel_size or world_size
+    differing = [
+        f'"{path}" is {found!r} in the JSON, {value!r} by the arguments'
+        for path, value in _values(arguments).items()
+        if (found := _fill(config, path, value)) != value
+    ]
+    if "scheduler" in config and arguments.lr_scheduler_type != SftArguments.lr_scheduler_type:
+        differing.append(f'"scheduler" is in the JSON, --lr_scheduler_type is {arguments.lr_scheduler_type!r}')
+    if differing:
+        raise ValueError('Give each value once, or write "auto" in the JSON: ' + "; ".join(differing) + ".")
+    _fill(config, "scheduler.params.warmup_min_lr", 0)
+    _fill(config, "fp16.enabled", False)
+    _fill(config, "bf16.enabled", get_accelerator().device_name() == "cuda")
+    if config.get("train_batch_size") == AUTO:
+        del config["train_batch_size"]  # it follows from the other two
+    return config
+
+
+def _make_room(config: dict[str, Any], arguments: SftArguments) -> None:
+    """Write "auto" where an argument belongs and the JSON has no place for it, so that none is ignored."""
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        config.setdefault(key, AUTO)
+    if arguments.sequence_parallel_size is not None:
+        config.setdefault("sequence_parallel_size", AUTO)
+    if arguments.bf16 is not None:
+        config.setdefault("bf16", {}).setdefault("enabled", AUTO)
     offload = get_nested(config, "zero_optimization.offload_optimizer.device", "none") != "none"
-    adamw = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), AUTO) | {"torch_adam": not offload}
-    config.setdefault("optimizer", {"type": "AdamW", "params": adamw})
-    values = {
+    optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {"torch_adam": not offload}})
+    adam = "adam" in str(optimizer.get("type")).lower()
+    for key in ("lr", "weight_decay", "betas", "eps") if adam else ("lr", "weight_decay"):
+        optimizer.setdefault("params", {}).setdefault(key, AUTO)
+
+
+def _values(arguments: SftArguments) -> dict[str, Any]:
+    """What the arguments say of each place in the JSON."""
+    values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.per_device_train_batch_size,
         "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
         "gradient_clipping": arguments.max_grad_norm,
@@ -37,23 +65,8 @@ def fill_from_arguments(config: dict[str, Any], arguments: SftArguments, world_s
         "scheduler.params.warmup_max_lr": arguments.learning_rate,
         "scheduler.params.warmup_num_steps": max(arguments.warmup_steps, 1),
     }
-    if sp_size is not None:
-        values["sequence_parallel_size"] = sp_size
-    if arguments.bf16 is not None:
-        values["bf16.enabled"] = arguments.bf16
-    differing = [
-        f'"{path}" is {found!r} in the JSON, {value!r} by the arguments'
-        for path, value in values.items()
-        if (found := _fill(config, path, value)) != value
-    ]
-    if differing:
-        raise ValueError('Give each value once, or write "auto" in the JSON: ' + "; ".join(differing) + ".")
-    _fill(config, "scheduler.params.warmup_min_lr", 0)
-    _fill(config, "fp16.enabled", False)
-    _fill(config, "bf16.enabled", get_accelerator().device_name() == "cuda")
-    if config.get("train_batch_size") == AUTO:
-        del config["train_batch_size"]  # it follows from the other two
-    return config
+    optional = {"sequence_parallel_size": arguments.sequence_parallel_size, "bf16.enabled": arguments.bf16}
+    return values | {path: value for path, value in optional.items() if value is not None}
 
 
 def fill_from_model(config: dict[str, Any], hidden_size: int) -> None:

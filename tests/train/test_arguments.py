@@ -100,6 +100,20 @@ def test_auto_sequence_parallel_size_is_all_ranks_by_default() -> None:
     assert "sequence_parallel_size" not in filled({})
 
 
+def test_no_argument_is_ignored_for_want_of_a_place_in_the_json() -> None:
+    config = filled({}, sequence_parallel_size=2, bf16=True, learning_rate=0.1, weight_decay=0.2, max_grad_norm=0.3)
+    assert (config["sequence_parallel_size"], config["bf16"], config["gradient_clipping"]) == (
+        2,
+        {"enabled": True},
+        0.3,
+    )
+    assert config["optimizer"]["params"] == {
+        "torch_adam": True, "lr": 0.1, "weight_decay": 0.2, "betas": [0.9, 0.999], "eps": 1e-8,
+    }  # fmt: skip
+    sgd = filled({"optimizer": {"type": "SGD"}}, learning_rate=0.1)["optimizer"]
+    assert sgd == {"type": "SGD", "params": {"lr": 0.1, "weight_decay": 0.0}}
+
+
 def test_a_schedule_of_deepspeeds_own_is_filled() -> None:
     auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
     config = filled({"scheduler": {"type": "WarmupDecayLR", "params": auto}}, warmup_steps=5, learning_rate=0.1)
@@ -114,6 +128,7 @@ def test_a_schedule_of_deepspeeds_own_is_filled() -> None:
         ({"train_micro_batch_size_per_gpu": 2}, {}, '"train_micro_batch_size_per_gpu" is 2 in the JSON, 1 by the arg'),
         ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, '"gradient_clipping" is 0.5 in the JSON'),
         ({"sequence_parallel_size": 4}, {"sequence_parallel_size": 2}, '"sequence_parallel_size" is 4 in the JSON'),
+        ({"scheduler": {"type": "WarmupLR"}}, {"lr_scheduler_type": "cosine"}, '"scheduler" is in the JSON'),
         ({"bf16": {"enabled": True}}, {"bf16": False}, '"bf16.enabled" is True in the JSON'),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, {}, '"optimizer.params.lr" is 1.0 in the JSON'),
     ],
