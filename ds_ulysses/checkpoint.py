@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,7 +27,7 @@ def save_pretrained(engine: SequenceParallelEngine, folder: str | Path) -> None:
             if engine.topology.rank == 0:
                 state[name] = parameter.detach().cpu().clone()
     if engine.topology.rank == 0:
-        state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in model.state_dict()}
-        with torch.no_grad():
-            model.save_pretrained(folder, state_dict=state)
+        saved = model.state_dict().keys()
+        state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in saved}
+        model.save_pretrained(folder, state_dict=state)
     dist.barrier()

@@ -36,7 +36,7 @@ def scatter_channels(tensors: Sequence[Tensor], ranges: ChannelRanges, group: Pr
     `tensors`: each [B, S, C_t], same B, S and dtype, S equal on all ranks. Returns [T, B, sum of this rank's
     range widths], the tensors side by side in the last dim. Differentiable; the backward is `gather_channels`.
     """
-    flat = [bound for row in ranges for pair in row for bound in pair]
+    flat = _flatten(ranges)
     return torch.ops.ds_ulysses.scatter_channels(list(tensors), flat, dist.get_rank(group), group.group_name, "forward")
 
 
@@ -46,7 +46,7 @@ def gather_channels(x: Tensor, ranges: ChannelRanges, group: ProcessGroup) -> li
     `x`: [T, B, sum of this rank's range widths]. Returns one [B, S, C_t] per row of `ranges`; channels that
     several ranks hold are summed. Differentiable; the backward is `scatter_channels`.
     """
-    flat = [bound for row in ranges for pair in row for bound in pair]
+    flat = _flatten(ranges)
     return torch.ops.ds_ulysses.gather_channels(x, flat, len(ranges), dist.get_rank(group), group.group_name, "forward")
 
 
@@ -158,6 +158,11 @@ def _direction(name: str) -> Direction:
 
 def _reverse(direction: str) -> Direction:
     return "forward" if direction == "backward" else "backward"
+
+
+def _flatten(ranges: ChannelRanges) -> list[int]:
+    """As the ops take them, whose arguments do not nest."""
+    return [bound for row in ranges for pair in row for bound in pair]
 
 
 def _table(ranges: list[int], num_tensors: int) -> list[list[Range]]:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ds_ulysses.config import BLOCK, SequenceParallelConfig
 from ds_ulysses.deepspeed_json import compute_dtype, get_nested, load_deepspeed_json, resolve_batch_sizes
 from ds_ulysses.gradients import check_gradient_divisor, gradient_divisor, scale_gradients
-from ds_ulysses.kernels import select_kernel
+from ds_ulysses.kernels import Kernel, Request, select_kernel
 from ds_ulysses.loss import StepNormalizer
 from ds_ulysses.patch import find_model, patch_model, unpatch_model
-from ds_ulysses.support import attention_request, refuse_unsupported_model
+from ds_ulysses.support import head_dim, refuse_unsupported_model
 from ds_ulysses.topology import Topology
 
 
@@ -69,7 +69,8 @@ def initialize(
     """
     topology = Topology.create(SequenceParallelConfig.from_deepspeed(config))
     ds_config = deepspeed_config(config, topology)
-    check_model(model, ds_config, topology)
+    inner = find_model(model)
+    check_model_config(inner.config, compute_dtype(ds_config, next(inner.parameters()).dtype), topology)
     divisor = gradient_divisor(ds_config, topology)
     check_gradient_divisor(ds_config, topology, divisor)
     patch = patch_model(model, topology)
@@ -93,12 +94,10 @@ def initialize(
     return engine, *rest
 
 
-def check_model(model: nn.Module, config: Mapping[str, Any], topology: Topology) -> None:
-    """Raise `ValueError` if the model would not be exact, or the kernel cannot serve it under this config."""
-    inner = find_model(model)
-    refuse_unsupported_model(inner.config)
-    dtype = compute_dtype(config, otherwise=next(inner.parameters()).dtype)
-    select_kernel(topology.config.kernel, attention_request(inner.config, topology.device.type, dtype))
+def check_model_config(config: Any, dtype: torch.dtype, topology: Topology) -> tuple[Kernel, str]:
+    """Raise `ValueError` if the model would not be exact; return the kernel that its layers will use, and why."""
+    refuse_unsupported_model(config)
+    return select_kernel(topology.config.kernel, Request(topology.device.type, dtype, head_dim(config)))
 
 
 def deepspeed_config(source: str | Path | Mapping[str, Any], topology: Topology) -> dict[str, Any]:
@@ -115,10 +114,8 @@ def deepspeed_config(source: str | Path | Mapping[str, Any], topology: Topology)
     config["train_batch_size"] = sizes.train
     config["train_micro_batch_size_per_gpu"] = sizes.micro
     config["gradient_accumulation_steps"] = sizes.accumulation
-    if get_accelerator().device_name() == "cpu" and str(get_nested(config, "optimizer.type")).lower() in (
-        "adam",
-        "adamw",
-    ):
+    adam = str(get_nested(config, "optimizer.type")).lower() in ("adam", "adamw")
+    if adam and get_accelerator().device_name() == "cpu":
         # DeepSpeed's own CPU Adam is compiled at first use, which takes minutes.
         config["optimizer"].setdefault("params", {})["torch_adam"] = True
     return config

@@ -62,6 +62,11 @@ class HeadSplit:
             return 0, 0
         return start // self.group_size, (stop - 1) // self.group_size + 1
 
+    def counts(self, rank: int) -> tuple[int, int]:
+        """Query and KV heads of a rank."""
+        (q_start, q_stop), (kv_start, kv_stop) = self.q_range(rank), self.kv_range(rank)
+        return q_stop - q_start, kv_stop - kv_start
+
     def runs(self, rank: int) -> list[HeadRun]:
         """Cut a rank's heads where its KV groups are cut: at most a partial, the whole and a partial group.
 

@@ -8,10 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
-from ds_ulysses.kernels import Request
-
 EXACT_MODEL_TYPES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "olmo3", "glm4", "smollm3",
     "starcoder2", "exaone4",
@@ -103,11 +99,6 @@ SETTINGS = (
 def head_dim(config: Any) -> int:
     """Channels of one attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def attention_request(config: Any, device: str, dtype: torch.dtype) -> Request:
-    """What a model's layers will ask of a kernel."""
-    return Request(device, dtype, head_dim(config))
 
 
 def refuse_unsupported_model(config: Any) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-IGNORE_INDEX = -100
+from ds_ulysses.loss import IGNORE_INDEX
+
 Message = dict[str, str]
 Sample = dict[str, list[int]]
 

@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ds_ulysses.deepspeed_json import BatchSizes
-from train.chat import IGNORE_INDEX, tokenize_chat
+from ds_ulysses.loss import IGNORE_INDEX
+from train.chat import tokenize_chat
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from ds_ulysses.attention.ulysses import predict
 from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, zero_stage
+from ds_ulysses.engine import check_model_config
 from ds_ulysses.heads import HeadSplit
-from ds_ulysses.kernels import select_kernel
-from ds_ulysses.support import attention_request, head_dim
+from ds_ulysses.support import head_dim
 from ds_ulysses.topology import Topology
 from train.data import Samples, plan_steps, steps_per_epoch
 
@@ -62,15 +62,13 @@ def _split(topology: Topology, model_config: Any) -> HeadSplit:
 
 def _heads(topology: Topology, model_config: Any) -> str:
     split = _split(topology, model_config)
-    ranges = [(split.q_range(rank), split.kv_range(rank)) for rank in range(topology.sp_size)]
-    per_rank = ", ".join(f"{q[1] - q[0]}/{kv[1] - kv[0]}" for q, kv in ranges)
+    per_rank = ", ".join(f"{q}/{kv}" for q, kv in map(split.counts, range(topology.sp_size)))
     busiest = "even" if split.imbalance == 1 else f"busiest rank {split.imbalance:.2f}x the mean"
     return f"{split.num_heads} query / {split.num_kv_heads} KV heads, per rank {per_rank} ({busiest})"
 
 
 def _kernel(topology: Topology, config: dict[str, Any], model_config: Any) -> str:
-    request = attention_request(model_config, topology.device.type, compute_dtype(config))
-    kernel, why = select_kernel(topology.config.kernel, request)
+    kernel, why = check_model_config(model_config, compute_dtype(config), topology)
     return f"{kernel.name} ({why})"
 
 

@@ -25,9 +25,7 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_ulysses
 from ds_ulysses.checkpoint import save_pretrained
 from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, load_deepspeed_json, resolve_batch_sizes, zero_stage
-from ds_ulysses.engine import SequenceParallelEngine
-from ds_ulysses.kernels import select_kernel
-from ds_ulysses.support import attention_request, refuse_unsupported_model
+from ds_ulysses.engine import SequenceParallelEngine, check_model_config
 from ds_ulysses.topology import init_distributed
 from train.arguments import SftArguments, parse_arguments
 from train.data import Samples, StepPlan, collate, load_rows, load_samples, plan_steps, steps_per_epoch
@@ -75,8 +73,8 @@ def prepare() -> Run | None:
     topology = ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig.from_deepspeed(config))
     sizes = resolve_batch_sizes(config, topology.dp_size)
     model_config = load_model_config(arguments.model_name_or_path)
+    check_model_config(model_config, compute_dtype(config), topology)
     fill_from_model(config, model_config.hidden_size)
-    select_kernel(topology.config.kernel, attention_request(model_config, topology.device.type, compute_dtype(config)))
 
     tokenizer = load_tokenizer(arguments.model_name_or_path)
     samples = read_data(arguments, tokenizer, topology.rank)
@@ -105,13 +103,10 @@ def share_cores() -> None:
 
 
 def load_model_config(name: str) -> Any:
-    """The model's config, or `ValueError` if it cannot be had or is not supported."""
     try:
-        config = AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(f"Cannot load the model {name!r}: {error}") from error
-    refuse_unsupported_model(config)
-    return config
 
 
 def load_tokenizer(name: str) -> Any:

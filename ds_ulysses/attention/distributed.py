@@ -109,11 +109,10 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _separate(qkv: Tensor, split: HeadSplit, rank: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """[T, B, (H + 2K) * D] -> q [B, T, H, D], k and v [B, T, K, D], KV expanded if their groups are uneven."""
-    q_start, q_stop = split.q_range(rank)
-    kv_start, kv_stop = split.kv_range(rank)
-    sizes = [q_stop - q_start, kv_stop - kv_start, kv_stop - kv_start]
+    num_heads, num_kv_heads = split.counts(rank)
+    sizes = [num_heads, num_kv_heads, num_kv_heads]
     q, k, v = qkv.transpose(0, 1).unflatten(-1, (sum(sizes), head_dim)).split(sizes, dim=2)
     if len(split.runs(rank)) > 1:
-        owners = torch.arange(q_start, q_stop, device=qkv.device) // split.group_size - kv_start
+        owners = torch.arange(*split.q_range(rank), device=qkv.device) // split.group_size - split.kv_range(rank)[0]
         k, v = k.index_select(2, owners), v.index_select(2, owners)
     return q, k, v

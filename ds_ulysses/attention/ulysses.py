@@ -72,10 +72,10 @@ def gather_heads_scatter_seq(x: Tensor, group: ProcessGroup, num_heads: int | No
     sp_size, rank = dist.get_world_size(group), dist.get_rank(group)
     local, head_dim, tokens = (x.shape[2], x.shape[3], x.shape[1]) if x.dim() == 4 else (x.shape[1], 1, x.shape[0])
     split = split_heads(num_heads or local * sp_size, num_heads or local * sp_size, sp_size)
-    start, stop = split.q_range(rank)
-    if stop - start != local or tokens % sp_size:
+    expected, _ = split.counts(rank)
+    if local != expected or tokens % sp_size:
         raise ValueError(
-            f"{tuple(x.shape)} on rank {rank} of {sp_size}: of {split.num_heads} heads this rank holds {stop - start}, "
+            f"{tuple(x.shape)} on rank {rank} of {sp_size}: of {split.num_heads} heads this rank holds {expected}, "
             f"not {local}, or {tokens} tokens do not divide by {sp_size}. Give num_heads, and pad the sequence."
         )
     channels = (x.flatten(2) if x.dim() == 4 else x[None]).transpose(0, 1)
@@ -94,8 +94,7 @@ def predict(
     """
     unit = batch_size * local_tokens * head_dim * dtype.itemsize
     others = [j for j in range(split.sp_size) if j != rank]
-    q = [stop - start for start, stop in map(split.q_range, range(split.sp_size))]
-    kv = [stop - start for start, stop in map(split.kv_range, range(split.sp_size))]
+    q, kv = zip(*map(split.counts, range(split.sp_size)), strict=True)
     scatter_qkv = sum(q[j] + 2 * kv[j] for j in others) * unit
     gather_out = len(others) * q[rank] * unit
     scatter_dout = sum(q[j] for j in others) * unit

@@ -90,6 +90,15 @@ class Kernel(ABC):
     def _backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None: ...
 
 
+def flash_refusal(request: Request, max_head_dim: int = 256) -> str | None:
+    """Why a CUDA flash kernel cannot serve the request: they take half precision and head dims in steps of 8."""
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has no {request.dtype}"
+    if request.head_dim > max_head_dim or request.head_dim % 8:
+        return f"it has no head dim {request.head_dim}"
+    return None
+
+
 def empty_rows(num_queries: int, num_keys: int, mask: Mask) -> tuple[int, int]:
     """How many queries at the start and at the end see no key at all."""
     offset = num_keys - num_queries

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ulysses.kernels.contract import Kernel, Mask, Request, Triple
-
-HALF = (torch.float16, torch.bfloat16)
+from ds_ulysses.kernels.contract import Kernel, Mask, Request, Triple, flash_refusal
 
 
 @cache
@@ -47,10 +45,8 @@ class _FlashAttention(Kernel):
     """Major compute capabilities whose backward the generation supports."""
 
     def _refusal(self, request: Request) -> str | None:
-        if request.dtype not in HALF:
-            return f"it has no {request.dtype}"
-        if request.head_dim > self.max_head_dim or request.head_dim % 8:
-            return f"it has no head dim {request.head_dim}"
+        if refusal := flash_refusal(request, self.max_head_dim):
+            return refusal
         if _load(self.module) is None:
             return f"{self.module} is not installed"
         if _capability()[0] not in self.generations:

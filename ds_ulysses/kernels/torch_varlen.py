@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_ulysses.kernels.contract import Kernel, Mask, Request, Triple
+from ds_ulysses.kernels.contract import Kernel, Mask, Request, Triple, flash_refusal
 
 
 class TorchVarlenKernel(Kernel):
@@ -16,11 +16,7 @@ class TorchVarlenKernel(Kernel):
     device = "cuda"
 
     def _refusal(self, request: Request) -> str | None:
-        if request.dtype not in (torch.float16, torch.bfloat16):
-            return f"it has no {request.dtype}"
-        if request.head_dim > 256 or request.head_dim % 8:
-            return f"it has no head dim {request.head_dim}"
-        return "it has no softcap" if request.softcap else None
+        return "it has no softcap" if request.softcap else flash_refusal(request)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         batch, length = q.shape[:2]

@@ -14,7 +14,18 @@ from tests import oracle
 from tests.distributed import run_ranks
 from tests.models import VOCAB, collate, random_samples, tiny_model
 from tests.parity.test_wrappers import lora
-from tests.parity.training import LR, RTOL, Step, assert_equal, backward, gradients, start, uniform, weights
+from tests.parity.training import (
+    LR,
+    RTOL,
+    Step,
+    assert_equal,
+    backward,
+    gradients,
+    new_topology,
+    start,
+    uniform,
+    weights,
+)
 
 
 def check_three_steps(stage: int) -> None:
@@ -84,7 +95,7 @@ def test_torch_style_backward(stage: int) -> None:
 def check_different_batches() -> None:
     import ds_ulysses
 
-    topology = ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=2))
+    topology = new_topology(2)
     ids = torch.arange(8).view(1, 8)
     rank = dist.get_rank()
     for wrong in (ids + topology.sp_rank, ids[:, : 8 - topology.sp_rank], ids.flip(1) if topology.sp_rank else ids):
@@ -192,10 +203,9 @@ def test_saved_equals_live(stage: int, tmp_path: Any) -> None:
 
 def check_probe() -> None:
     """The probe finds what DeepSpeed divides by, and says so where it is not what the loss multiplies by."""
-    import ds_ulysses
     from ds_ulysses.gradients import check_gradient_divisor, gradient_divisor
 
-    topology = ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=2))
+    topology = new_topology(2)
     for stage, divisor in ((0, 2), (1, 2), (2, 2), (3, 4)):
         config = {"zero_optimization": {"stage": stage}}
         assert gradient_divisor(config, topology) == divisor
@@ -215,7 +225,7 @@ def check_copy() -> None:
     """A deep copy of a patched model trains on its own."""
     import ds_ulysses
 
-    topology = ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=2))
+    topology = new_topology(2)
     model = tiny_model()
     ds_ulysses.patch_model(model, topology)
     twin = copy.deepcopy(model)

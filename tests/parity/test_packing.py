@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from tests import oracle
 from tests.distributed import run_ranks
 from tests.models import collate, random_samples, tiny_model
-from tests.parity.training import RTOL, Step, assert_equal, backward, gradients, start, uniform
+from tests.parity.training import RTOL, Step, assert_equal, backward, gradients, new_topology, start, uniform
 
 
 def sharded_logits(model: nn.Module, batch: dict[str, Tensor], sp: int, documents: bool = False) -> Tensor:
     """Logits of the whole sequence, put together from the shards of all ranks."""
     import ds_ulysses
 
-    topology = ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=sp))
+    topology = new_topology(sp)
     ds_ulysses.patch_model(model, topology)
     shard = ds_ulysses.shard_batch({k: v for k, v in batch.items() if k != "labels"}, topology)
     assert ("documents" in shard) == documents

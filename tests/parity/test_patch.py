@@ -13,11 +13,7 @@ from ds_ulysses.patch import ATTENTION_NAME, _attention_forward
 from ds_ulysses.support import SETTINGS, STRUCTURE
 from tests.distributed import run_ranks
 from tests.models import collate, random_samples, tiny_model
-from tests.parity.training import Step, start, uniform
-
-
-def topology(sp: int = 2) -> ds_ulysses.Topology:
-    return ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=sp))
+from tests.parity.training import Step, new_topology, start, uniform
 
 
 def check_one_model_only() -> None:
@@ -34,7 +30,7 @@ def check_one_model_only() -> None:
     right = reference(**batch)
     plain_keys, plain_modules = list(model.state_dict()), [name for name, _ in model.named_modules()]
 
-    ds_ulysses.patch_model(model, topology())
+    ds_ulysses.patch_model(model, new_topology(2))
     assert model.config._attn_implementation == ATTENTION_NAME
     assert reference.config._attn_implementation == "sdpa"
     assert list(model.state_dict()) == plain_keys
@@ -50,7 +46,7 @@ def check_one_model_only() -> None:
     assert torch.equal(undone.loss, right.loss)
     after = dict(ALL_ATTENTION_FUNCTIONS.items())
     assert {name: after[name] for name in before} == before
-    ds_ulysses.patch_model(model, topology())  # and it can be patched again
+    ds_ulysses.patch_model(model, new_topology(2))  # and it can be patched again
 
 
 def check_misuse() -> None:
@@ -60,9 +56,9 @@ def check_misuse() -> None:
     ids = batch["input_ids"]
     with pytest.raises(ValueError, match="not patched"):
         ds_ulysses.unpatch_model(model)
-    ds_ulysses.patch_model(model, topology())
+    ds_ulysses.patch_model(model, new_topology(2))
     with pytest.raises(ValueError, match="patched already"):
-        ds_ulysses.patch_model(model, topology())
+        ds_ulysses.patch_model(model, new_topology(2))
     with pytest.raises(ValueError, match="labels would be shifted inside the shard"):
         model(**batch)
     with pytest.raises(ValueError, match="position_ids are missing"):
@@ -71,15 +67,15 @@ def check_misuse() -> None:
     with pytest.raises(ValueError, match="attention_mask cannot be used on a shard"):
         model(**shard, attention_mask=torch.ones_like(shard["input_ids"]))
     with pytest.raises(ValueError, match="exactly one Hugging Face model.*none"):
-        ds_ulysses.patch_model(nn.Linear(2, 2), topology())
+        ds_ulysses.patch_model(nn.Linear(2, 2), new_topology(2))
     with pytest.raises(ValueError, match=r"exactly one Hugging Face model.*0, 1"):
-        ds_ulysses.patch_model(nn.ModuleList([tiny_model(), tiny_model()]), topology())
+        ds_ulysses.patch_model(nn.ModuleList([tiny_model(), tiny_model()]), new_topology(2))
 
 
 def check_bypass() -> None:
     """Attention that is replaced after patching is noticed in the first forward."""
     model = tiny_model()
-    ds_ulysses.patch_model(model, topology())
+    ds_ulysses.patch_model(model, new_topology(2))
     model.set_attn_implementation("sdpa")
     shard = ds_ulysses.shard_batch(collate(random_samples([16])), model._ds_ulysses_patch.topology)
     with pytest.raises(ValueError, match=r"2 of 2 attention layers.*model.layers.0.self_attn"):
@@ -196,7 +192,7 @@ def check_own_output_layer() -> None:
     model = tiny_model()
     model.lm_head = nn.Linear(32, 64, bias=True)
     with pytest.raises(ValueError, match="output layer of LlamaForCausalLM"):
-        ds_ulysses.patch_model(model, topology(1))
+        ds_ulysses.patch_model(model, new_topology(1))
 
 
 def test_an_output_layer_of_another_kind_is_refused() -> None:

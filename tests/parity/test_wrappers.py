@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests import oracle
 from tests.distributed import run_ranks
 from tests.models import collate, random_samples, tiny_model
-from tests.parity.training import Step, assert_equal, backward, gradients, start, uniform, weights
+from tests.parity.training import Step, assert_equal, backward, gradients, new_topology, start, uniform, weights
 
 
 class Outer(nn.Module):
@@ -37,7 +37,7 @@ def lora(model: nn.Module) -> nn.Module:
 def check_exchanges_through_wrappers() -> None:
     import ds_ulysses
 
-    topology = ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=2))
+    topology = new_topology(2)
     batch = ds_ulysses.shard_batch(collate(random_samples([16])), topology)
     losses = set()
     for order in ("wrap, patch", "patch, wrap", "outer"):

@@ -55,6 +55,13 @@ def ds_config(step: Step) -> dict[str, Any]:
     }
 
 
+def new_topology(sp: int) -> Any:
+    """Groups of `sp` ranks, for tests without an engine."""
+    import ds_ulysses
+
+    return ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=sp))
+
+
 def start(step: Step, model: nn.Module) -> Any:
     import ds_ulysses
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from ds_ulysses.loss import IGNORE_INDEX
 from tests.train.tokenizers import CHATML, MARKED, NEXT_ROLE, PLAIN, THINKING, word_tokenizer
-from train.chat import IGNORE_INDEX, tokenize_chat
+from train.chat import tokenize_chat
 
 CHAT = [
     {"role": "user", "content": "hi a"},

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ulysses.deepspeed_json import BatchSizes
+from ds_ulysses.loss import IGNORE_INDEX
 from tests.train.tokenizers import word_tokenizer
-from train.chat import IGNORE_INDEX
 from train.data import collate, load_rows, load_samples, plan_steps, steps_per_epoch
 
 
