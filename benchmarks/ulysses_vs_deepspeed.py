@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import profile
 
+from benchmarks.measure import peak_memory
 from tests.distributed import run_ranks
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 8, 2, 64, 4
@@ -72,7 +73,8 @@ def token_ids(tokens: int) -> Tensor:
 def ours(sp_size: int, tokens: int) -> Side:
     import ds_ulysses
 
-    topology = ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=sp_size))
+    config = ds_ulysses.SequenceParallelConfig(sequence_parallel_size=sp_size, strategy="ulysses")
+    topology = ds_ulysses.Topology.create(config)
     model = decoder(tokens)
     ds_ulysses.patch_model(model, topology)
     return Side(model, ds_ulysses.shard_batch({"input_ids": token_ids(tokens)}, topology))
@@ -141,22 +143,10 @@ def bytes_copied(event: Any) -> int:
     return torch.Size(targets[-1]).numel() * 4 if targets else event.cpu_memory_usage
 
 
-def peak_memory(side: Side) -> int:
-    """Most bytes that a step holds above what was there before it, by the profiler's account of each operation."""
-    side.step()
-    with profile(profile_memory=True) as profiled:
-        side.step()
-    held = highest = 0
-    for event in sorted(profiled.events(), key=lambda event: event.time_range.end):
-        held += event.cpu_memory_usage if event.name == "[memory]" else event.self_cpu_memory_usage
-        highest = max(highest, held)
-    return highest
-
-
 def compare(sp_size: int, tokens: int, turns: int) -> list[dict[str, Any]]:
     """On each rank: everything about ours, then about DeepSpeed's."""
     sides = [ours(sp_size, tokens), deepspeeds(sp_size, tokens)]
-    found: list[dict[str, Any]] = [{**measure_attention(side), "memory": peak_memory(side)} for side in sides]
+    found: list[dict[str, Any]] = [{**measure_attention(side), "memory": peak_memory(side.step)} for side in sides]
     seconds: list[list[float]] = [[], []]
     for turn in range(turns):
         for index in (0, 1) if turn % 2 == 0 else (1, 0):

@@ -1,6 +1,6 @@
 """`shard_batch`: from the whole batch to this rank's shard, with everything that needs the whole sequence done first.
 
-Shapes: B batch, T tokens of the whole sequence, P ranks that share it, S = T / P tokens of a shard.
+Shapes: B batch, T tokens of the whole sequence, P ranks that share it, S = T / P tokens of a shard: see layout.py.
 
 Targets are shifted, document borders found and positions counted before the cut, so that no shard edge shows
 in the result. All of it happens once per batch, on the host; layers get the findings as keyword arguments.
@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_ulysses.collectives import same_on_all_ranks
+from ds_ulysses.layout import cut, token_index
 from ds_ulysses.loss import IGNORE_INDEX
+from ds_ulysses.plan import Geometry, held_by
 from ds_ulysses.topology import Topology
 
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -52,12 +54,27 @@ def shard_batch(batch: Mapping[str, Any], topology: Topology) -> dict[str, Tenso
     shards = {"input_ids": tensors["input_ids"][:, columns], "position_ids": extent.positions}
     if "labels" in tensors:
         shards["shift_labels"] = _shift(tensors["labels"][:, columns], extent)
-    shards = {
-        key: _shard(x, topology, IGNORE_INDEX if key == "shift_labels" else 0).to(topology.device, non_blocking=True)
-        for key, x in shards.items()
-    }
     documents = _documents(extent)
+    num_tokens = -(-extent.real.shape[1] // topology.sp_size) * topology.sp_size
+    places = token_places(topology, num_tokens, len(extent.real), documents).to(extent.real.device)
+    shards = {
+        key: _shard(x, num_tokens, places, IGNORE_INDEX if key == "shift_labels" else 0) for key, x in shards.items()
+    }
+    shards = {key: x.to(topology.device, non_blocking=True) for key, x in shards.items()}
     return shards if documents is None else shards | {"documents": documents}
+
+
+def token_places(topology: Topology, num_tokens: int, num_rows: int = 1, documents: Tensor | None = None) -> Tensor:
+    """[num_rows, S] on the CPU: which tokens of each row this rank holds, and in which order.
+
+    `num_tokens` of a row, a multiple of sp_size; `documents` int32 [N, 3] of (row, start, stop), or None.
+    """
+    mesh = topology.mesh
+    packed = None if documents is None else documents.int().numpy().tobytes()
+    rows = 1 if documents is None else num_rows
+    held = held_by(Geometry(num_tokens, mesh.ring_size, mesh.layout, documents=packed, num_rows=rows))
+    parts = cut(held[topology.ring_rank], num_tokens // mesh.ring_size, mesh.ulysses_size)
+    return token_index(parts[topology.ulysses_rank], rows).T.expand(num_rows, -1)
 
 
 def _check(batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -128,10 +145,9 @@ def _shift(labels: Tensor, extent: _Extent) -> Tensor:
     return pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).masked_fill(~(follows & extent.real), IGNORE_INDEX)
 
 
-def _shard(x: Tensor, topology: Topology, fill: int) -> Tensor:
-    """[B, T] -> [B, S] of this rank, after filling T up to a multiple of the group."""
-    x = pad(x, (0, -x.shape[1] % topology.sp_size), value=fill)
-    return x.chunk(topology.sp_size, dim=1)[topology.sp_rank]
+def _shard(x: Tensor, num_tokens: int, places: Tensor, fill: int) -> Tensor:
+    """[B, T] -> the tokens at `places` [B, S], after filling T up to `num_tokens`."""
+    return pad(x, (0, num_tokens - x.shape[1]), value=fill).gather(1, places)
 
 
 def _documents(extent: _Extent) -> Tensor | None:

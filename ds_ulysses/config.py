@@ -3,7 +3,7 @@
 `"sequence_parallel_size": P` stands at the top level, as DeepSpeed names it; everything else of ours stands
 in one optional block:
 
-    "ds_ulysses": {"strategy": "auto", "ring_size": 1, "layout": "auto", "kernel": "auto", "logits_tile_size": 1024}
+    "ds_ulysses": {"strategy": "hierarchical", "ring_size": 2, "kernel": "auto", "logits_tile_size": 1024}
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 from ds_ulysses.deepspeed_json import load_deepspeed_json, refuse_unsupported
 
 BLOCK = "ds_ulysses"
-STRATEGIES = ("auto", "ulysses")
-LAYOUTS = ("auto", "contiguous")
+STRATEGIES = ("auto", "ulysses", "ring", "all_gather", "hierarchical")
+LAYOUTS = ("auto", "contiguous", "zigzag")
+GRAD_DTYPES = ("fp32", "bf16", "fp16")
 KERNELS = ("auto", "cpu_flash", "eager", "flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_varlen")
 
 
@@ -28,11 +29,22 @@ class SequenceParallelConfig:
     sequence_parallel_size: int = 1
     """Ranks that share one sequence. The world size must be a multiple of it."""
     strategy: str = "auto"
-    """`ulysses`: all-to-all from sequence-sharded to head-sharded and back. `auto` picks it."""
-    ring_size: int = 1
-    """Ranks of the ring level; 1 while `ulysses` is the only strategy."""
+    """`ulysses`: all-to-all from sequence-sharded to head-sharded and back. `ring`: keys and values come by, block by
+    block. `all_gather`: they are gathered, for short sequences. `hierarchical`: Ulysses inside, ring across.
+    `auto`: the one that sends least, see mesh.py."""
+    ulysses_size: int | str = "auto"
+    """Ranks of the Ulysses level; times `ring_size` it is `sequence_parallel_size`."""
+    ring_size: int | str = "auto"
+    """Ranks of the ring level; 1: no ring."""
+    ulysses_head_groups: int = 1
+    """`ulysses` only: heads travel in this many groups, each while the one before is computed."""
     layout: str = "auto"
-    """Where tokens live. `contiguous`: rank r holds the r-th equal slice of the sequence. `auto` picks it."""
+    """Where tokens live on the ring: `contiguous` slices, or `zigzag`, early and late ones paired, which gives ranks
+    equal work under a causal mask. `auto` is zigzag where there is a ring."""
+    grad_dtype: str = "fp32"
+    """What gradients of keys and values travel in over the ring: `fp32` (at least), `bf16` or `fp16`."""
+    packed: bool = False
+    """Whether rows hold many documents; `auto` then prefers Ulysses, whose kernel calls stay long."""
     kernel: str = "auto"
     """Attention inside a rank; `auto` takes the fastest that can do what the model needs."""
     logits_tile_size: int = 1024
@@ -40,16 +52,17 @@ class SequenceParallelConfig:
 
     def __post_init__(self) -> None:
         _check_positive_int("sequence_parallel_size", self.sequence_parallel_size)
-        _check_positive_int("ring_size", self.ring_size)
+        for name in ("ulysses_size", "ring_size"):
+            if getattr(self, name) != "auto":
+                _check_positive_int(name, getattr(self, name))
+        _check_positive_int("ulysses_head_groups", self.ulysses_head_groups)
         _check_positive_int("logits_tile_size", self.logits_tile_size)
         _check_choice("strategy", self.strategy, STRATEGIES)
         _check_choice("layout", self.layout, LAYOUTS)
         _check_choice("kernel", self.kernel, KERNELS)
-        if self.ring_size != 1:
-            raise ValueError(
-                f'"ring_size" is {self.ring_size}, but strategy "ulysses" has no ring level, so the option would be '
-                f'ignored. Leave "ring_size" out, or set it to 1.'
-            )
+        _check_choice("grad_dtype", self.grad_dtype, GRAD_DTYPES)
+        if not isinstance(self.packed, bool):
+            raise ValueError(f'"packed" is {self.packed!r}, but it must be true or false.')
 
     @classmethod
     def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> SequenceParallelConfig:

@@ -18,7 +18,7 @@ from ds_ulysses.gradients import check_gradient_divisor, gradient_divisor, scale
 from ds_ulysses.kernels import Kernel, Request, select_kernel
 from ds_ulysses.loss import StepNormalizer
 from ds_ulysses.patch import find_model, patch_model, unpatch_model
-from ds_ulysses.support import head_dim, refuse_unsupported_model
+from ds_ulysses.support import head_counts, head_dim, refuse_unsupported_model
 from ds_ulysses.topology import Topology
 
 
@@ -67,9 +67,9 @@ def initialize(
     engine has `.topology`, for `shard_batch`. Raises `ValueError` on every rank, before the model is changed, for
     a setting or a model under which training would not be exact.
     """
-    topology = Topology.create(SequenceParallelConfig.from_deepspeed(config))
-    ds_config = deepspeed_config(config, topology)
     inner = find_model(model)
+    topology = Topology.create(SequenceParallelConfig.from_deepspeed(config), head_counts(inner.config))
+    ds_config = deepspeed_config(config, topology)
     check_model_config(inner.config, compute_dtype(ds_config, next(inner.parameters()).dtype), topology)
     divisor = gradient_divisor(ds_config, topology)
     check_gradient_divisor(ds_config, topology, divisor)

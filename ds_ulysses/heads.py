@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 Range = tuple[int, int]
@@ -27,6 +27,21 @@ class HeadRun(NamedTuple):
     q_stop: int
     kv_start: int
     kv_stop: int
+
+    @property
+    def size_per_kv(self) -> int:
+        """Query heads per KV head."""
+        return (self.q_stop - self.q_start) // (self.kv_stop - self.kv_start)
+
+
+class HeadGroup(NamedTuple):
+    """Part of a rank's heads that travels and is computed together. Ranges are those of the model's heads."""
+
+    q_range: Range
+    kv_range: Range
+    """KV heads that no earlier group brought."""
+    runs: tuple[tuple[int, HeadRun], ...]
+    """The group that brought the KV heads, and the run: query heads local to this group, KV heads to that one."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,30 @@ class HeadSplit:
             q_done, kv_done = q_done + size * num_kv, kv_done + num_kv
         return runs
 
+    def groups(self, rank: int, num_groups: int) -> list[HeadGroup]:
+        """Cut a rank's query heads into nearly equal groups; a KV head comes with the first group that needs it."""
+        start, stop = self.q_range(rank)
+        cuts = [start + (stop - start) * i // num_groups for i in range(num_groups + 1)]
+        brought: dict[int, tuple[int, int]] = {}
+        groups = []
+        for index, (first, last) in enumerate(pairwise(cuts)):
+            needed = range(first // self.group_size, -(-last // self.group_size)) if first < last else range(0)
+            new = [kv for kv in needed if kv not in brought]
+            brought |= {kv: (index, place) for place, kv in enumerate(new)}
+            runs, done = [], 0
+            for kv in needed:
+                size = min(last, (kv + 1) * self.group_size) - max(first, kv * self.group_size)
+                owner, place = brought[kv]
+                runs.append((owner, HeadRun(done, done + size, place, place + 1)))
+                done += size
+            groups.append(HeadGroup((first, last), (new[0], new[-1] + 1) if new else (0, 0), tuple(_join(runs))))
+        return groups
+
+    @property
+    def num_held(self) -> int:
+        """KV heads of all ranks; more than `num_kv_heads` if several hold the same one."""
+        return sum(self.counts(rank)[1] for rank in range(self.sp_size))
+
     @property
     def imbalance(self) -> float:
         """Query heads of the busiest rank over the mean: 1.0 is even."""
@@ -96,6 +135,17 @@ class HeadSplit:
         q = tuple(_times(self.q_range(rank), head_dim) for rank in ranks)
         kv = tuple(_times(self.kv_range(rank), head_dim) for rank in ranks)
         return q, kv, kv
+
+
+def _join(runs: list[tuple[int, HeadRun]]) -> list[tuple[int, HeadRun]]:
+    """Neighbours of one owner and one group size become one run."""
+    joined: list[tuple[int, HeadRun]] = []
+    for owner, run in runs:
+        if joined and joined[-1][0] == owner and joined[-1][1].size_per_kv == run.size_per_kv:
+            joined[-1] = owner, joined[-1][1]._replace(q_stop=run.q_stop, kv_stop=run.kv_stop)
+        else:
+            joined.append((owner, run))
+    return joined
 
 
 def _times(bounds: Range, factor: int) -> Range:

@@ -60,9 +60,7 @@ def patch_model(model: nn.Module, topology: Topology) -> Patch:
     patch = Patch(inner, topology, inner.config._attn_implementation, layers=layers)
     _own_config(inner)._attn_implementation_internal = ATTENTION_NAME
     for layer in layers.values():
-        layer.distributed_attention = DistributedAttention(
-            sequence_process_group=topology.sp_group, kernel=topology.config.kernel
-        )
+        layer.distributed_attention = DistributedAttention(kernel=topology.config.kernel, topology=topology)
     decoder = inner.base_model
     patch.handles.append(decoder.register_forward_pre_hook(_check_inputs, with_kwargs=True))
     patch.handles.append(decoder.register_forward_hook(partial(_check_exchanges, patch)))  # last: it removes itself
@@ -144,7 +142,7 @@ def _attention_forward(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in each layer: [B, H, S, D] in, [B, S, H, D] out."""
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
-    scale, documents = kwargs.pop("scaling", None), kwargs.pop("documents", None)
+    scale, documents, sinks = kwargs.pop("scaling", None), kwargs.pop("documents", None), kwargs.pop("s_aux", None)
     asked = [name for name, value in kwargs.items() if name not in HARMLESS and _is_set(value)]
     if attention_mask is not None:
         asked.append("a mask")
@@ -161,7 +159,7 @@ def _attention_forward(
         softcap=softcap or 0.0,
     )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return _attention_of(module)(q, k, v, mask, documents), None
+    return _attention_of(module)(q, k, v, mask, documents, sinks), None
 
 
 def _is_set(value: Any) -> bool:

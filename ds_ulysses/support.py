@@ -101,6 +101,11 @@ def head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def head_counts(config: Any) -> tuple[int, int]:
+    """Query and KV heads."""
+    return config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
 def refuse_unsupported_model(config: Any) -> None:
     """Raise `ValueError` that names the model, the field and the reason, unless the model is known to be exact."""
     refusal = f"This {config.model_type} model cannot be trained with sequence parallelism"

@@ -3,9 +3,11 @@
 Consecutive ranks share a sequence: with sp_size 2 on 4 ranks, {0, 1} work on one batch and {2, 3} on another.
 Ranks with the same place in their group are replicas of each other; dp_size = world_size / sp_size counts them.
 
-    world    gradients and token counts are summed over it
-    sp       one sequence, exchanged between sequence-sharded and head-sharded
-    self     this rank alone: the model-parallel group that DeepSpeed asks for
+    world      gradients and token counts are summed over it
+    sp         one sequence
+    ulysses    consecutive ranks of it that exchange sequence shards for head shards
+    ring       ranks of it at a stride of ulysses_size, which pass keys and values on
+    self       this rank alone: the model-parallel group that DeepSpeed asks for
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.distributed import ProcessGroup
 
 from ds_ulysses.config import SequenceParallelConfig
+from ds_ulysses.mesh import Machine, Mesh, choose_mesh
 
 
 def init_distributed() -> None:
@@ -34,6 +37,11 @@ def init_distributed() -> None:
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
 
 
+def _ranks_per_node(world_size: int) -> int:
+    """As the launcher says: DeepSpeed's and torchrun's names."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+
+
 @dataclass(eq=False)
 class Topology:
     """Where this rank stands, and the settings that every rank shares."""
@@ -41,16 +49,21 @@ class Topology:
     config: SequenceParallelConfig
     rank: int
     world_size: int
+    mesh: Mesh
     sp_group: ProcessGroup = field(repr=False)
+    ulysses_group: ProcessGroup = field(repr=False)
+    ring_group: ProcessGroup = field(repr=False)
     self_group: ProcessGroup = field(repr=False)
     num_batches: int = 0
     """Batches that were sharded with it; the first is compared between the ranks that share it."""
 
     @classmethod
-    def create(cls, config: SequenceParallelConfig) -> Topology:
-        """Build the groups. Collective: every rank calls it, with the same config.
+    def create(cls, config: SequenceParallelConfig, heads: tuple[int, int] | None = None) -> Topology:
+        """Build the groups. Collective: every rank calls it, with the same arguments.
 
-        Raises `ValueError` on every rank if the world size is not a multiple of sequence_parallel_size.
+        `heads`: query and KV heads of the model, by which `"strategy": "auto"` chooses; without them it goes by the
+        number of ranks alone. Raises `ValueError` on every rank if sequence_parallel_size does not divide the world
+        size, or is not the product of the sizes of its levels.
         """
         init_distributed()
         rank, world_size, sp_size = dist.get_rank(), dist.get_world_size(), config.sequence_parallel_size
@@ -59,10 +72,19 @@ class Topology:
                 f'"sequence_parallel_size" is {sp_size}, but {world_size} ranks are not a multiple of it. Start a '
                 f"multiple of {sp_size} ranks, or choose a divisor of {world_size}."
             )
-        first = rank - rank % sp_size
-        sp_group = dist.new_group(list(range(first, first + sp_size)), use_local_synchronization=True)
-        self_group = dist.new_group([rank], use_local_synchronization=True)
-        return cls(config, rank, world_size, sp_group, self_group)
+        mesh = choose_mesh(config, Machine(_ranks_per_node(world_size), heads))
+        first, u = rank - rank % sp_size, mesh.ulysses_size
+        own, sp = [rank], list(range(first, first + sp_size))
+        ulysses, ring = sp[(rank - first) // u * u :][:u], sp[(rank - first) % u :: u]
+        groups: dict[tuple[int, ...], ProcessGroup] = {}
+        for ranks in (sp, own, ulysses, ring):  # levels that are the whole group, or one rank, share its group
+            if tuple(ranks) not in groups:
+                groups[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+        sp_group, ulysses_group, ring_group, self_group = (groups[tuple(ranks)] for ranks in (sp, ulysses, ring, own))
+        topology = cls(config, rank, world_size, mesh, sp_group, ulysses_group, ring_group, self_group)
+        if mesh.ring_size > 1:  # NCCL wants the first message of a group to be one that all its ranks take part in
+            dist.all_reduce(torch.zeros(1, device=topology.device), group=topology.ring_group)
+        return topology
 
     @property
     def sp_size(self) -> int:
@@ -70,8 +92,16 @@ class Topology:
 
     @property
     def sp_rank(self) -> int:
-        """Place in the sequence: rank r of the group holds its r-th shard."""
+        """Place in the group."""
         return self.rank % self.sp_size
+
+    @property
+    def ulysses_rank(self) -> int:
+        return self.sp_rank % self.mesh.ulysses_size
+
+    @property
+    def ring_rank(self) -> int:
+        return self.sp_rank // self.mesh.ulysses_size
 
     @property
     def dp_size(self) -> int:

@@ -23,6 +23,7 @@ PRELOAD = [
     "ds_ulysses",
     "transformers.models.llama.modeling_llama",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "tests.parity.attention",
     "tests.parity.training",
 ]
 LIMIT = 120.0

@@ -75,3 +75,12 @@ def collate(samples: list[Sample], side: str = "right") -> dict[str, Tensor]:
     if any(len(sample.ids) < longest for sample in samples):
         batch["attention_mask"] = torch.stack([filled(torch.ones_like(s.ids), 0) for s in samples])
     return batch
+
+
+def pack(samples: list[Sample]) -> dict[str, Tensor]:
+    """One row of documents, one after another, told apart by their positions."""
+    return {
+        "input_ids": torch.cat([s.ids for s in samples])[None],
+        "labels": torch.cat([s.labels for s in samples])[None],
+        "position_ids": torch.cat([torch.arange(len(s.ids)) for s in samples])[None],
+    }

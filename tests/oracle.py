@@ -12,16 +12,33 @@ IGNORE = -100
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention written out. q [B, L, H, D], k and v [B, M, K, D]; `seen` broadcasts to [B, 1, L, M]."""
+    """Softmax attention written out. q [B, L, H, D], k and v [B, M, K, D]; `seen` broadcasts to [B, 1, L, M].
+
+    `sinks` [H]: one more logit in each softmax, without a value.
+    """
     groups = q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(groups, dim=1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * (scale or q.shape[-1] ** -0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[2]]
     return (probabilities @ v).transpose(1, 2)
+
+
+def full(length: int) -> Tensor:
+    """[1, 1, L, L]: every token sees every other."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool)
 
 
 def causal(length: int, window: int | None = None) -> Tensor:

@@ -6,11 +6,12 @@ import itertools
 import json
 from typing import Any
 
-from ds_ulysses.attention.ulysses import predict
 from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, zero_stage
 from ds_ulysses.engine import check_model_config
 from ds_ulysses.heads import HeadSplit
-from ds_ulysses.support import head_dim
+from ds_ulysses.plan import Geometry, make_plan
+from ds_ulysses.predict import AttentionShape, predict
+from ds_ulysses.support import head_counts, head_dim
 from ds_ulysses.topology import Topology
 from train.data import Samples, plan_steps, steps_per_epoch
 
@@ -27,6 +28,7 @@ def start_report(
         f"them supervised; {samples.num_cut} cut to the maximum length, {samples.num_skipped} skipped because no "
         f"supervised token is left",
         "padding": _padding(topology, samples, sizes, seed),
+        "strategy": _strategy(topology, samples),
         "heads": _heads(topology, model_config),
         "kernel": _kernel(topology, config, model_config),
         "exchange": _communication(topology, config, model_config, samples, sizes),
@@ -56,13 +58,23 @@ def _padding(topology: Topology, samples: Samples, sizes: BatchSizes, seed: int)
     return f"{1 - real / padded:.1%} of all computed tokens"
 
 
-def _split(topology: Topology, model_config: Any) -> HeadSplit:
-    return HeadSplit(model_config.num_attention_heads, model_config.num_key_value_heads, topology.sp_size)
+def _longest(topology: Topology, samples: Samples) -> int:
+    """Tokens of the longest sample, which decides whether it fits, filled up to what the ranks can share."""
+    return -(-int(samples.lengths.max()) // topology.sp_size) * topology.sp_size
+
+
+def _strategy(topology: Topology, samples: Samples) -> str:
+    """With the balance of the ring: attention of the longest sample, causal, by the plan."""
+    mesh = topology.mesh
+    geometry = Geometry(_longest(topology, samples), mesh.ring_size, mesh.layout)
+    plans = [make_plan(geometry, ring_rank) for ring_rank in range(mesh.ring_size)]
+    work = [sum(pair.num_seen for step in plan for pair in step.pairs) for plan in plans]
+    return f"{mesh}; attention of the busiest ring rank {max(work) * len(work) / sum(work):.2f}x the mean"
 
 
 def _heads(topology: Topology, model_config: Any) -> str:
-    split = _split(topology, model_config)
-    per_rank = ", ".join(f"{q}/{kv}" for q, kv in map(split.counts, range(topology.sp_size)))
+    split = HeadSplit(*head_counts(model_config), topology.mesh.ulysses_size)
+    per_rank = ", ".join(f"{q}/{kv}" for q, kv in map(split.counts, range(split.sp_size)))
     busiest = "even" if split.imbalance == 1 else f"busiest rank {split.imbalance:.2f}x the mean"
     return f"{split.num_heads} query / {split.num_kv_heads} KV heads, per rank {per_rank} ({busiest})"
 
@@ -75,14 +87,19 @@ def _kernel(topology: Topology, config: dict[str, Any], model_config: Any) -> st
 def _communication(
     topology: Topology, config: dict[str, Any], model_config: Any, samples: Samples, sizes: BatchSizes
 ) -> str:
-    """For the longest sample, which decides whether it fits; without what gradient checkpointing repeats."""
-    tokens = -(-int(samples.lengths.max()) // topology.sp_size)
-    entries = predict(
-        _split(topology, model_config), topology.sp_rank, sizes.micro, tokens, head_dim(model_config),
-        compute_dtype(config),
-    )  # fmt: skip
-    sent = sum(entry.bytes_sent for entry in entries) * model_config.num_hidden_layers * sizes.accumulation
+    """For the longest sample, as if no layer had a window; without what gradient checkpointing repeats."""
+    tokens = _longest(topology, samples)
+    shape = AttentionShape(
+        *head_counts(model_config), head_dim(model_config), tokens, compute_dtype(config), batch_size=sizes.micro
+    )
+    entries = predict(shape, topology.mesh, topology.sp_rank)
+    times = model_config.num_hidden_layers * sizes.accumulation
+    sent = {
+        level: sum(entry.bytes_sent for entry in entries if entry.level == level) * times / 2**20
+        for level in sorted({entry.level for entry in entries})
+    }
+    total = " + ".join(f"{size:,.1f} MiB ({level})" for level, size in sent.items()) or "nothing"
     return (
-        f"{len(entries)} all-to-alls per layer and micro-batch, at most {sent / 2**20:,.1f} MiB sent by this rank per "
-        f"step ({tokens:,} of {tokens * topology.sp_size:,} tokens each)"
+        f"{len(entries)} messages per layer and micro-batch, at most {total} sent by this rank per step "
+        f"({tokens // topology.sp_size:,} of {tokens:,} tokens each)"
     )

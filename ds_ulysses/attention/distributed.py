@@ -13,9 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ds_ulysses.attention.all_gather import all_gather_attention
+from ds_ulysses.attention.blocks import accumulation_dtype
+from ds_ulysses.attention.call import Call, Place
+from ds_ulysses.attention.hierarchical import hierarchical_attention
 from ds_ulysses.attention.ulysses import gather_heads, scatter_heads, ulysses_attention
 from ds_ulysses.heads import HeadSplit, split_heads
 from ds_ulysses.kernels import Mask, Request, select_kernel
+from ds_ulysses.topology import Topology
 
 
 class DistributedAttention(nn.Module):
@@ -27,6 +32,7 @@ class DistributedAttention(nn.Module):
     `sequence_process_group`: the ranks that share a sequence, in sequence order; None means all ranks.
     `scatter_idx`, `gather_idx`: the head and sequence dims, which are 2 and 1 in [B, S, H, D].
     `kernel`: name of a built-in kernel, or "auto".
+    `topology`: its strategy, groups and layout, in place of `sequence_process_group`, which means Ulysses.
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class DistributedAttention(nn.Module):
         scatter_idx: int = 2,
         gather_idx: int = 1,
         kernel: str = "auto",
+        topology: Topology | None = None,
     ) -> None:
         super().__init__()
         if (scatter_idx, gather_idx) != (2, 1):
@@ -44,13 +51,28 @@ class DistributedAttention(nn.Module):
                 f"so heads are scattered from dim 2 and tokens gathered in dim 1. Transpose sequence-first tensors."
             )
         self.local_attention = local_attention
-        self.group = sequence_process_group if sequence_process_group is not None else _world()
+        self.topology = topology
         self.kernel = kernel
+        if topology is not None and sequence_process_group is not None:
+            raise ValueError("sequence_process_group would be ignored: topology brings its own. Leave one of them out.")
+        if topology is None:
+            self.strategy, self.group = "ulysses", sequence_process_group or _world()
+            size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+            self.place = Place(self.group.group_name, size, rank, "", 1, 0, "contiguous", 1, "fp32")
+        else:
+            self.strategy, self.group, self.place = topology.mesh.strategy, topology.ulysses_group, _place(topology)
+        if local_attention is not None and (self.strategy != "ulysses" or self.place.head_groups > 1):
+            raise ValueError(
+                f"A local_attention of your own sees the whole sequence of all its heads, which {self.strategy!r} in "
+                f'{self.place.head_groups} head groups never brings together. Use "strategy": "ulysses" in one group.'
+            )
         self.has_exchanged = False
         """Set by every forward: how a patched model proves that none of its layers was bypassed."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """query [B, S, H, D], key and value [B, S, K, D] -> [B, S, H, D]. S must be equal on all ranks.
+
+        Which tokens a rank holds, the topology's layout says: see `token_places`.
 
         With the built-in kernels, the further arguments are those of `attend`; otherwise they go to
         `local_attention`. Raises `ValueError` for shapes that do not fit together.
@@ -73,22 +95,46 @@ class DistributedAttention(nn.Module):
         value: Tensor,
         mask: Mask | None = None,
         documents: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend with a built-in kernel; causal with scale 1/sqrt(D) if there is no `mask`.
 
-        `documents`: int tensor [N, 3] on the CPU of (row, start, stop) in the whole sequence, or None.
+        `documents`: int32 tensor [N, 3] on the CPU of (row, start, stop) in the whole sequence, or None. `sinks`: [H],
+        a logit for each head that takes part in the softmax, the same on all ranks; its gradient here is that of this
+        rank's tokens or heads, and summed over the ranks that of one process, like every parameter's.
         """
         mask = mask or Mask(scale=query.shape[3] ** -0.5)
         request = Request(query.device.type, query.dtype, query.shape[3], bool(mask.softcap))
         kernel, _ = select_kernel(self.kernel, request)
-        return ulysses_attention(query, key, value, self.group, mask, documents, kernel.name)
+        call = Call(
+            query.shape[2], key.shape[2], query.shape[3], mask.scale, mask.left, mask.right, mask.softcap, kernel.name,
+            self.place,
+        )  # fmt: skip
+        if sinks is not None:
+            sinks = sinks[slice(*call.split.q_range(self.place.ulysses_rank))].to(accumulation_dtype(query.dtype))
+        if self.strategy == "ulysses":
+            return ulysses_attention(query, key, value, self.group, documents, sinks, call)
+        if self.strategy == "all_gather":
+            return all_gather_attention(query, key, value, documents, sinks, call)
+        return hierarchical_attention(query, key, value, self.group, documents, sinks, call)
 
     def extra_repr(self) -> str:
-        return f"sp_size={dist.get_world_size(self.group)}, kernel={self.kernel!r}"
+        sizes = f"ulysses_size={self.place.ulysses_size}, ring_size={self.place.ring_size}"
+        return f"strategy={self.strategy!r}, {sizes}, kernel={self.kernel!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedAttention:
-        """Process groups are handles: a copied layer still talks over the same one."""
-        return type(self)(self.local_attention, self.group, kernel=self.kernel)
+        """Process groups are handles: a copied layer still talks over the same ones."""
+        group = self.group if self.topology is None else None
+        return type(self)(self.local_attention, group, kernel=self.kernel, topology=self.topology)
+
+
+def _place(topology: Topology) -> Place:
+    mesh = topology.mesh
+    return Place(
+        topology.ulysses_group.group_name, mesh.ulysses_size, topology.ulysses_rank,
+        topology.ring_group.group_name, mesh.ring_size, topology.ring_rank,
+        mesh.layout, mesh.head_groups, mesh.grad_dtype,
+    )  # fmt: skip
 
 
 def _world() -> ProcessGroup:

@@ -12,25 +12,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ds_ulysses.attention.call import Call
+from ds_ulysses.attention.head_groups import head_group_attention
 from ds_ulysses.attention.local import local_attention
-from ds_ulysses.collectives import gather_channels, scatter_channels
+from ds_ulysses.exchange import gather_channels, scatter_channels
 from ds_ulysses.heads import HeadSplit, split_heads
-from ds_ulysses.kernels import Mask
-from ds_ulysses.ledger import Entry
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, mask: Mask, documents: Tensor | None, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, documents: Tensor | None, sinks: Tensor | None, call: Call
 ) -> Tensor:
-    """Attention over the whole sequence: 1 all-to-all in, 1 out; as many in the backward.
+    """Attention over the whole sequence: 1 all-to-all in, 1 out; as many in the backward. Times the head groups.
 
-    q [B, S, H, D], k and v [B, S, K, D], S equal on all ranks; `documents` as in `local_attention`.
-    Returns [B, S, H, D].
+    q [B, S, H, D], k and v [B, S, K, D], S equal on all ranks; `documents` and `sinks` (those of this rank's heads) as
+    in `local_attention`. Returns [B, S, H, D].
     """
-    split = split_heads(q.shape[2], k.shape[2], dist.get_world_size(group))
-    qkv = scatter_heads(q, k, v, split, group)
-    out = local_attention(qkv, split.runs(dist.get_rank(group)), mask, documents, kernel)
-    return gather_heads(out, split, q.shape[3], group)
+    if call.place.head_groups > 1:
+        channels = q.flatten(2), k.flatten(2), v.flatten(2)
+        return head_group_attention(channels, documents, sinks, call).unflatten(-1, (call.num_heads, call.head_dim))
+    qkv = scatter_heads(q, k, v, call.split, group)
+    out = local_attention(qkv, documents, sinks, call)
+    return gather_heads(out, call.split, call.head_dim, group)
 
 
 def scatter_heads(q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, group: ProcessGroup) -> Tensor:
@@ -81,29 +83,3 @@ def gather_heads_scatter_seq(x: Tensor, group: ProcessGroup, num_heads: int | No
     channels = (x.flatten(2) if x.dim() == 4 else x[None]).transpose(0, 1)
     (out,) = gather_channels(channels, split.channel_ranges(head_dim)[:1], group)
     return out.unflatten(-1, (split.num_heads, head_dim)) if x.dim() == 4 else out[0]
-
-
-def predict(
-    split: HeadSplit, rank: int, batch_size: int, local_tokens: int, head_dim: int, dtype: torch.dtype
-) -> list[Entry]:
-    """What the ledger of `rank` will say of one attention layer, forward and backward, from shapes alone.
-
-    Bytes sent, for u = batch_size * local_tokens * head_dim * itemsize, q_j and k_j heads of rank j:
-    sum over j != rank of (q_j + 2 k_j) u on the way in, (P - 1) q_rank u on the way out; the backward sends the
-    gradients of both, each in the other direction.
-    """
-    unit = batch_size * local_tokens * head_dim * dtype.itemsize
-    others = [j for j in range(split.sp_size) if j != rank]
-    q, kv = zip(*map(split.counts, range(split.sp_size)), strict=True)
-    scatter_qkv = sum(q[j] + 2 * kv[j] for j in others) * unit
-    gather_out = len(others) * q[rank] * unit
-    scatter_dout = sum(q[j] for j in others) * unit
-    gather_dqkv = len(others) * (q[rank] + 2 * kv[rank]) * unit
-    if not others:
-        return []
-    return [
-        Entry("all_to_all", "ulysses", dtype, scatter_qkv, "forward"),
-        Entry("all_to_all", "ulysses", dtype, gather_out, "forward"),
-        Entry("all_to_all", "ulysses", dtype, scatter_dout, "backward"),
-        Entry("all_to_all", "ulysses", dtype, gather_dqkv, "backward"),
-    ]

@@ -80,6 +80,17 @@ class Kernel(ABC):
             for grad in grads:
                 grad.zero_()
 
+    def gradients(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask) -> Triple:
+        """As `backward`, in tensors of their own: for those who add them up."""
+        if qkv[0].numel() and qkv[1].numel():
+            return self._gradients(dout, qkv, out, lse, mask)
+        return tuple(map(torch.zeros_like, qkv))  # type: ignore[return-value]
+
+    def _gradients(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask) -> Triple:
+        grads = tuple(map(torch.empty_like, qkv))
+        self._backward(dout, qkv, out, lse, mask, grads)  # type: ignore[arg-type]
+        return grads  # type: ignore[return-value]
+
     @abstractmethod
     def _refusal(self, request: Request) -> str | None: ...
 
@@ -88,6 +99,17 @@ class Kernel(ABC):
 
     @abstractmethod
     def _backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None: ...
+
+
+class FunctionalKernel(Kernel):
+    """A kernel that returns gradients, and so must copy them where they are to be written."""
+
+    def _backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None:
+        for grad, value in zip(grads, self._gradients(dout, qkv, out, lse, mask), strict=True):
+            grad.copy_(value)
+
+    @abstractmethod
+    def _gradients(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask) -> Triple: ...
 
 
 def flash_refusal(request: Request, max_head_dim: int = 256) -> str | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_ulysses.kernels.contract import Kernel, Mask, Request, Triple, visible
+from ds_ulysses.kernels.contract import FunctionalKernel, Mask, Request, Triple, visible
 
 
-class EagerKernel(Kernel):
+class EagerKernel(FunctionalKernel):
     name = "eager"
 
     def _refusal(self, request: Request) -> str | None:
@@ -23,7 +23,7 @@ class EagerKernel(Kernel):
         out = torch.einsum("BKGqk,BkKD->BqKGD", _probabilities(scores, lse).to(v.dtype), v)
         return out.flatten(2, 3), lse.flatten(1, 2)
 
-    def _backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None:
+    def _gradients(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask) -> Triple:
         q, k, v = qkv
         scores, tanh = _scores(q, k, mask)
         groups = (k.shape[2], q.shape[2] // k.shape[2])
@@ -35,9 +35,9 @@ class EagerKernel(Kernel):
         if tanh is not None:
             dscores = dscores * (1 - tanh * tanh)
         dscores = (dscores * mask.scale).to(q.dtype)
-        grads[0].copy_(torch.einsum("BKGqk,BkKD->BqKGD", dscores, k).flatten(2, 3))
-        grads[1].copy_(torch.einsum("BKGqk,BqKGD->BkKD", dscores, q.unflatten(2, groups)))
-        grads[2].copy_(torch.einsum("BKGqk,BqKGD->BkKD", probabilities.to(dout.dtype), dout))
+        dq = torch.einsum("BKGqk,BkKD->BqKGD", dscores, k).flatten(2, 3)
+        dk = torch.einsum("BKGqk,BqKGD->BkKD", dscores, q.unflatten(2, groups))
+        return dq, dk, torch.einsum("BKGqk,BqKGD->BkKD", probabilities.to(dout.dtype), dout)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor | None]:

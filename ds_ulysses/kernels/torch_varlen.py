@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_ulysses.kernels.contract import Kernel, Mask, Request, Triple, flash_refusal
+from ds_ulysses.kernels.contract import FunctionalKernel, Mask, Request, Triple, flash_refusal
 
 
-class TorchVarlenKernel(Kernel):
+class TorchVarlenKernel(FunctionalKernel):
     name = "torch_varlen"
     device = "cuda"
 
@@ -27,16 +27,15 @@ class TorchVarlenKernel(Kernel):
         lse = lse.unflatten(1, (batch, length)).transpose(0, 1).contiguous()  # [H, B * L] -> [B, H, L]
         return out.unflatten(0, (batch, length)), lse.masked_fill_(lse == float("inf"), float("-inf"))
 
-    def _backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None:
-        q, k, _ = qkv
+    def _gradients(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask) -> Triple:
+        q, k, v = qkv
         flat = [x.flatten(0, 1) for x in (dout, *qkv, out)]
         lse = torch.where(lse == float("-inf"), float("inf"), lse).transpose(0, 1).flatten(1).contiguous()
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        found = torch.ops.aten._flash_attention_backward(
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
             *flat, lse, *_bounds(q, k), 0.0, mask.causal, *no_dropout, **_options(mask)
         )
-        for grad, value in zip(grads, found, strict=True):
-            grad.copy_(value.view(grad.shape))
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 def _options(mask: Mask) -> dict[str, float]:

@@ -124,16 +124,24 @@ def test_two_ranks_train_like_one(inputs: dict[str, str], tmp_path: Path) -> Non
     assert built == []
 
 
-def test_offload_and_replicas(inputs: dict[str, str], tmp_path: Path) -> None:
-    """4 ranks as 2 x 2 with everything offloaded: the same losses as one rank that sees the same steps."""
+def test_offload_replicas_and_two_levels(inputs: dict[str, str], tmp_path: Path) -> None:
+    """4 ranks as 2 x 2, with everything offloaded, or as two levels: the losses of one rank on the same steps."""
     config = ROOT / "ds_configs" / "zero3_offload.json"
     code, said = sft(inputs, 4, config, tmp_path / "four", "--sequence_parallel_size", "2", "--max_steps", "2")
     assert code == 0, said[-3000:]
     code, said = sft(inputs, 1, ROOT / "ds_configs" / "zero1.json", tmp_path / "one",
               "--per_device_train_batch_size", "2", "--max_steps", "2")  # fmt: skip
     assert code == 0, said[-3000:]
-    losses = [[entry["loss"] for entry in log_of(tmp_path / name)] for name in ("four", "one")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    levels = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    levels["ds_ulysses"] = {"strategy": "hierarchical", "ulysses_size": 2, "ring_size": 2}
+    (tmp_path / "levels.json").write_text(json.dumps(levels))
+    code, said = sft(inputs, 4, tmp_path / "levels.json", tmp_path / "levels",
+              "--per_device_train_batch_size", "2", "--max_steps", "2")  # fmt: skip
+    assert code == 0, said[-3000:]
+    assert "hierarchical 2 x 2, zigzag layout (set in the config)" in said
+    one, *others = ([entry["loss"] for entry in log_of(tmp_path / name)] for name in ("one", "four", "levels"))
+    for losses in others:
+        assert losses == pytest.approx(one, rel=1e-4)
 
 
 def test_dry_run_says_everything_and_writes_nothing(inputs: dict[str, str], tmp_path: Path) -> None:
@@ -144,9 +152,10 @@ def test_dry_run_says_everything_and_writes_nothing(inputs: dict[str, str], tmp_
         r"batch +1 samples per optimizer step = 1 per micro-batch x 1 accumulated x data-parallel 1; 10 steps",
         r"data +10 samples",
         r"padding +\d\.\d%",
-        r"heads +6 query / 3 KV heads, per rank 3/2, 3/2",
+        r"strategy +ring, zigzag layout \(weighed bytes of ulysses x ring 2 x 1: 20, 1 x 2: 14; .*ring rank 1\.\d\dx",
+        r"heads +6 query / 3 KV heads, per rank 6/3 \(even\)",
         r"kernel +cpu_flash",
-        r"exchange +4 all-to-alls per layer and micro-batch",
+        r"exchange +2 messages per layer and micro-batch, at most [\d.]+ MiB \(ring\) sent by this rank per step",
         r'deepspeed +\{.*"stage": 2',
     ):
         assert re.search(part, said), part
@@ -157,6 +166,7 @@ FAULTS: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["--dataset", "missing.jsonl"], "There is no dataset file missing.jsonl"),
     ({"ds_ulysses": {"kernal": "eager"}}, [], "Unknown key 'kernal' in \"ds_ulysses\""),
     ({"ds_ulysses": {"kernel": "flash_attn_2"}}, [], "\"kernel\" is 'flash_attn_2', but it runs on cuda, not on cpu"),
+    ({"ds_ulysses": {"ring_size": 4}}, [], 'the sizes must multiply to "sequence_parallel_size", 2'),
     ({"sequence_parallel_size": 3}, [], '"sequence_parallel_size" is 3, but 2 ranks are not a multiple of it'),
     (
         {},

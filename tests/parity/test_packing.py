@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests import oracle
 from tests.distributed import run_ranks
-from tests.models import collate, random_samples, tiny_model
+from tests.models import collate, pack, random_samples, tiny_model
 from tests.parity.training import RTOL, Step, assert_equal, backward, gradients, new_topology, start, uniform
 
 
@@ -76,16 +76,11 @@ def test_packed_documents_do_not_see_each_other(lengths: list[list[int]], with_m
 def check_packed_step() -> None:
     """Loss and gradients of a pack are those of its documents, at every ZeRO stage."""
     documents = random_samples([10, 6, 9], prompt=0.0)
-    batch = {
-        "input_ids": torch.cat([s.ids for s in documents])[None],
-        "labels": torch.cat([s.labels for s in documents])[None],
-        "position_ids": torch.cat([torch.arange(len(s.ids)) for s in documents])[None],
-    }
     for stage in range(4):
         model = tiny_model()
         loss, expected = oracle.train_step(model, documents)
         engine = start(Step(2, stage, uniform(1, 1, 1)), model)
-        assert backward(engine, [[batch]]) == [pytest.approx(loss, rel=RTOL)]
+        assert backward(engine, [[pack(documents)]]) == [pytest.approx(loss, rel=RTOL)]
         assert_equal(gradients(engine), expected, "gradient")
 
 

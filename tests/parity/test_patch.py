@@ -88,8 +88,8 @@ def check_attention_keywords() -> None:
 
     seen: dict[str, Any] = {}
 
-    def spy(q: Any, k: Any, v: Any, mask: Any, documents: Any) -> Any:
-        seen.update(mask=mask, documents=documents)
+    def spy(q: Any, k: Any, v: Any, mask: Any, documents: Any, sinks: Any) -> Any:
+        seen.update(mask=mask, documents=documents, sinks=sinks)
         return q
 
     layer = nn.Module()
@@ -99,12 +99,13 @@ def check_attention_keywords() -> None:
     marker = torch.zeros(0, 3, dtype=torch.int)
     _attention_forward(
         layer, x, x, x, None, scaling=0.25, sliding_window=5, softcap=30.0, documents=marker, dropout=0.0,
-        position_ids=x, use_cache=False, cu_seq_lens_q=None,
+        position_ids=x, use_cache=False, cu_seq_lens_q=None, s_aux=x[0, :, 0, 0],
     )  # fmt: skip
     assert (seen["mask"].scale, seen["mask"].left, seen["mask"].right, seen["mask"].softcap) == (0.25, 4, 0, 30.0)
     assert seen["documents"] is marker
+    assert seen["sinks"].shape == (4,)
     for wrong, message in (
-        ({"dropout": 0.1}, "dropout"), ({"s_aux": x}, "s_aux"), ({"position_bias": x}, "position_bias"),
+        ({"dropout": 0.1}, "dropout"), ({"head_mask": x}, "head_mask"), ({"position_bias": x}, "position_bias"),
         ({"output_attentions": True}, "output_attentions"), ({"is_causal": False}, "bidirectional attention"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"asked for {message}"):

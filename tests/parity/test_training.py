@@ -32,11 +32,13 @@ def test_every_architecture_that_is_called_exact_is_tested() -> None:
     assert set(ARCHITECTURES) == set(EXACT_MODEL_TYPES)
 
 
+@pytest.mark.parametrize("strategy", ["ulysses", "auto"])
 @pytest.mark.parametrize("sp", [2, 4])
 @pytest.mark.parametrize("heads", [(9, 3), (8, 2), (8, 1), (3, 3), (14, 2), (4, 4)], ids=lambda h: f"{h[0]}q{h[1]}kv")
-def test_head_counts(heads: tuple[int, int], sp: int) -> None:
+def test_head_counts(heads: tuple[int, int], sp: int, strategy: str) -> None:
     changes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 8 * heads[0]}
-    run_ranks(check_all, sp, [Step(sp, 2, uniform(1, 2, 1), model_changes=changes)])
+    config = {"ds_ulysses": {"strategy": strategy}}
+    run_ranks(check_all, sp, [Step(sp, 2, uniform(1, 2, 1), model_changes=changes, config=config)])
 
 
 @pytest.mark.parametrize("sp", [2, 4])

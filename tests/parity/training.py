@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import oracle
-from tests.models import collate, random_samples, tiny_model
+from tests.models import collate, pack, random_samples, tiny_model
 from tests.oracle import Sample
 
 RTOL = 1e-5
@@ -32,6 +32,8 @@ class Step:
     clipping: float = 0.0
     checkpointing: bool | None = None
     """Gradient checkpointing: None off, else whether it is the reentrant kind."""
+    packed: bool = False
+    """The documents of a micro-batch stand in one row."""
 
     def samples(self) -> list[list[list[Sample]]]:
         seeds = iter(range(1, 1000))
@@ -45,7 +47,7 @@ def uniform(dp: int, micro: int, accumulation: int, length: int = 16) -> tuple[t
 
 def ds_config(step: Step) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": len(step.lengths[0][0]),
+        "train_micro_batch_size_per_gpu": 1 if step.packed else len(step.lengths[0][0]),
         "gradient_accumulation_steps": len(step.lengths),
         "sequence_parallel_size": step.sp,
         "gradient_clipping": step.clipping,  # DeepSpeed clips at 1 by default
@@ -117,7 +119,9 @@ def check(step: Step) -> None:
     before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
 
     engine = start(step, model)
-    batches = [[collate(replica, step.side) for replica in micro] for micro in samples]
+    batches = [
+        [pack(replica) if step.packed else collate(replica, step.side) for replica in micro] for micro in samples
+    ]
     losses = backward(engine, batches)
     counts = [sum(sample.num_targets for replica in micro for sample in replica) for micro in samples]
     step_loss = sum(x * n for x, n in zip(losses, counts, strict=True)) / max(sum(counts), 1)

@@ -12,18 +12,21 @@ from torch import Tensor
 
 from ds_ulysses import SequenceParallelConfig, Topology, shard_batch
 from ds_ulysses.loss import IGNORE_INDEX
-from tests.models import collate, random_samples
+from ds_ulysses.mesh import Machine, choose_mesh
+from tests.models import collate, pack, random_samples
 
 
-def topology(sp_size: int, rank: int = 0) -> Topology:
+def topology(sp_size: int, rank: int = 0, ring_size: int = 1, layout: str = "zigzag") -> Topology:
     """A rank without groups: sharding needs only its numbers."""
-    config = SequenceParallelConfig(sequence_parallel_size=sp_size)
-    return Topology(config, rank, sp_size, sp_group=None, self_group=None, num_batches=1)  # type: ignore[arg-type]
+    config = SequenceParallelConfig(sequence_parallel_size=sp_size, ring_size=ring_size, layout=layout)
+    mesh = choose_mesh(config, Machine(ranks_per_node=sp_size))
+    groups: list[Any] = [None] * 4
+    return Topology(config, rank, sp_size, mesh, *groups, num_batches=1)
 
 
-def whole(batch: dict[str, Any], sp_size: int) -> dict[str, Tensor]:
-    """The shards of all ranks, put together again."""
-    shards = [shard_batch(batch, topology(sp_size, rank)) for rank in range(sp_size)]
+def whole(batch: dict[str, Any], sp_size: int, ring_size: int = 1, layout: str = "zigzag") -> dict[str, Tensor]:
+    """The shards of all ranks, put together again, in the order of the ranks."""
+    shards = [shard_batch(batch, topology(sp_size, rank, ring_size, layout)) for rank in range(sp_size)]
     joined = {key: torch.cat([shard[key] for shard in shards], dim=1) for key in shards[0] if key != "documents"}
     if "documents" in shards[0]:
         assert all(torch.equal(shard["documents"], shards[0]["documents"]) for shard in shards)
@@ -37,12 +40,20 @@ def targets(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
     return sorted(zip(batch["input_ids"][keep].tolist(), batch["shift_labels"][keep].tolist(), strict=True))
 
 
+SIZES = st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (3, 3), (4, 2), (4, 4), (6, 3)])
+"""sp_size and ring_size."""
+LAYOUTS = st.sampled_from(["contiguous", "zigzag"])
+
+
 @given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 6), st.sampled_from(["left", "right"]),
+    st.lists(st.integers(1, 20), min_size=1, max_size=4), SIZES, LAYOUTS, st.sampled_from(["left", "right"]),
     st.integers(0, 99),
 )  # fmt: skip
-def test_every_target_once_and_no_other(lengths: list[int], sp_size: int, side: str, seed: int) -> None:
+def test_every_target_once_and_no_other(
+    lengths: list[int], sizes: tuple[int, int], layout: str, side: str, seed: int
+) -> None:
     """Over all ranks: exactly the pairs that each document has alone, whatever the cut and the padding."""
+    sp_size, ring_size = sizes
     samples = random_samples(lengths, seed)
     expected = sorted(
         (int(s.ids[i]), int(s.labels[i + 1]))
@@ -50,29 +61,33 @@ def test_every_target_once_and_no_other(lengths: list[int], sp_size: int, side: 
         for i in range(len(s.ids) - 1)
         if s.labels[i + 1] != IGNORE_INDEX
     )
-    joined = whole(collate(samples, side), sp_size)
+    joined = whole(collate(samples, side), sp_size, ring_size, layout)
     assert targets(joined) == expected
     assert joined["input_ids"].shape[1] % sp_size == 0
     assert joined["input_ids"].shape[1] - max(lengths) < sp_size
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 4), st.booleans())
-def test_packed_documents(lengths: list[int], sp_size: int, with_mask: bool) -> None:
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), SIZES, LAYOUTS, st.booleans())
+def test_packed_documents(lengths: list[int], sizes: tuple[int, int], layout: str, with_mask: bool) -> None:
     samples = random_samples(lengths, prompt=0.0)
-    batch = {
-        "input_ids": torch.cat([s.ids for s in samples])[None],
-        "labels": torch.cat([s.labels for s in samples])[None],
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-    }
+    batch = pack(samples)
     if with_mask:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    joined = whole(batch, sp_size)
+    joined = whole(batch, *sizes, layout)
     assert targets(joined) == sorted((int(s.ids[i]), int(s.ids[i + 1])) for s in samples for i in range(len(s.ids) - 1))
     if len(lengths) > 1:
         ends = torch.tensor(lengths).cumsum(0).tolist()
         assert joined["documents"].tolist() == [[0, end - n, end] for end, n in zip(ends, lengths, strict=True)]
     else:
         assert "documents" not in joined
+
+
+def test_zigzag_pairs_early_and_late_tokens() -> None:
+    batch = {"input_ids": torch.arange(1, 17)[None], "labels": torch.arange(1, 17)[None]}
+    joined = whole(batch, 4, ring_size=2)  # ranks 0 and 1 share the first and last quarter
+    assert joined["input_ids"].tolist() == [[1, 2, 3, 4, 13, 14, 15, 16, *range(5, 13)]]
+    assert joined["position_ids"].tolist() == [[0, 1, 2, 3, 12, 13, 14, 15, *range(4, 12)]]
+    assert joined["shift_labels"].tolist() == [[2, 3, 4, 5, 14, 15, 16, IGNORE_INDEX, *range(6, 14)]]
 
 
 def test_positions_count_over_the_whole_sequence_from_the_first_real_token() -> None:

@@ -52,6 +52,28 @@ def test_runs_map_each_query_head_to_its_kv_head_without_expansion(split: HeadSp
         assert runs == sorted(runs)
 
 
+@given(splits, st.integers(1, 6))
+def test_groups_bring_every_head_once_and_use_what_was_brought(split: HeadSplit, num_groups: int) -> None:
+    for rank in range(split.sp_size):
+        groups = split.groups(rank, num_groups)
+        assert len(groups) == num_groups
+        assert [head for group in groups for head in range(*group.q_range)] == list(range(*split.q_range(rank)))
+        assert [head for group in groups for head in range(*group.kv_range)] == list(range(*split.kv_range(rank)))
+        sizes = [group.q_range[1] - group.q_range[0] for group in groups]
+        assert max(sizes) - min(sizes) <= 1
+        for index, group in enumerate(groups):
+            owners = {}
+            for owner, run in group.runs:
+                assert owner <= index
+                for q in range(run.q_start, run.q_stop):
+                    kv = run.kv_start + (q - run.q_start) // run.size_per_kv
+                    assert kv < run.kv_stop
+                    owners[group.q_range[0] + q] = groups[owner].kv_range[0] + kv
+                if owner < index:  # only the last KV head of a group is needed later
+                    assert (run.kv_start, run.kv_stop) == (kv, groups[owner].kv_range[1] - groups[owner].kv_range[0])
+            assert owners == {head: head // split.group_size for head in range(*group.q_range)}
+
+
 def test_the_picture_in_the_module() -> None:
     split = HeadSplit(9, 3, 2)
     assert [split.q_range(0), split.q_range(1)] == [(0, 5), (5, 9)]

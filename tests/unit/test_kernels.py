@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_ulysses.kernels import KERNELS, Kernel, Mask, Request, select_kernel
 from ds_ulysses.kernels.contract import empty_rows, visible
+from ds_ulysses.kernels.merge import merge
 from tests import oracle
 
 GPU_KERNELS = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen"]
@@ -79,6 +80,25 @@ def test_contract(
     name: str, batch: int, queries: int, keys: int, kv_heads: int, group: int, left: int, right: int
 ) -> None:
     assert_contract(KERNELS[name], (batch, queries, keys, kv_heads * group, kv_heads), Mask(SCALE, left, right))
+
+
+@pytest.mark.parametrize("name", ["cpu_flash", "eager"])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 5), (4, 5), (3, 9), (6, 6), (7, 3)])
+def test_causal_masks_of_any_shape(queries: int, keys: int, name: str) -> None:
+    assert_contract(KERNELS[name], (2, queries, keys, 4, 2), Mask(SCALE))
+
+
+def test_merging_with_a_block_that_is_not_seen() -> None:
+    """It leaves a softmax alone, also one that has seen nothing yet."""
+    q, k, v, _ = inputs((1, 6, 6, 2, 1))
+    nothing, everything = Mask(SCALE, -1, -1), Mask(SCALE, 0, 2)
+    whole = KERNELS["eager"].forward(q, k, v, everything)
+    out, lse = torch.zeros_like(q), torch.full((1, 2, 6), float("-inf"), dtype=torch.double)
+    for mask, tokens in ((nothing, 0), (nothing, 0), (everything, 6), (nothing, 0)):
+        merge(out, lse, *KERNELS["eager"].forward(q, k[:, :tokens], v[:, :tokens], mask))
+        assert not out.isnan().any()
+    assert torch.equal(out, whole[0])
+    assert torch.equal(lse, whole[1])
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(-1, 10), st.integers(-1, 10))

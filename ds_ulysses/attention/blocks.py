@@ -1,0 +1,123 @@
+"""One kernel call at a time: from the pairs of a plan to views of the buffers, and back into them.
+
+Buffers are token-major as the exchange delivers them; kernels see views.
+
+Shapes: N tokens of a buffer, B batch, H and K query and KV heads of this rank, D head dim.
+    buffer   [N, B, channels]    q: H * D; keys and values side by side: 2 * K * D
+    heads    [B, N, H, D]        a view of it
+    lse      [B, H, N]
+A block of keys that was put together from several rows has B = 1, and pairs say where in it a row's keys are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_ulysses.attention.call import Call
+from ds_ulysses.heads import HeadRun
+from ds_ulysses.kernels import Mask
+from ds_ulysses.kernels.contract import Triple
+from ds_ulysses.plan import Pair
+
+
+class Block(NamedTuple):
+    """Index of one kernel call in heads views, and its mask."""
+
+    rows: slice
+    key_rows: slice
+    queries: slice
+    keys: slice
+    q_heads: slice
+    kv_heads: slice
+    mask: Mask
+
+    def of_q(self, x: Tensor) -> Tensor:
+        return x[self.rows, self.queries, self.q_heads]
+
+    def of_kv(self, x: Tensor) -> Tensor:
+        return x[self.key_rows, self.keys, self.kv_heads]
+
+    def of_lse(self, x: Tensor) -> Tensor:
+        return x[self.rows, self.q_heads, self.queries]
+
+
+def blocks(pairs: Iterable[Pair], runs: Iterable[HeadRun], call: Call, packed: bool, joined: bool) -> Iterator[Block]:
+    """The kernel calls of these pairs. `packed`: rows differ. `joined`: keys of all rows stand in one."""
+    for pair in pairs:
+        rows = slice(pair.row, pair.row + 1) if packed else slice(None)
+        mask = Mask(call.scale, pair.left, pair.right, call.softcap)
+        for run in runs:
+            yield Block(
+                rows,
+                slice(None) if joined else rows,
+                slice(pair.q_start, pair.q_stop),
+                slice(pair.k_start, pair.k_stop),
+                slice(run.q_start, run.q_stop),
+                slice(run.kv_start, run.kv_stop),
+                mask,
+            )
+
+
+def heads(buffer: Tensor, head_dim: int) -> Tensor:
+    """[N, B, channels] -> [B, N, heads, D], a view."""
+    return buffer.transpose(0, 1).unflatten(-1, (buffer.shape[-1] // head_dim, head_dim))
+
+
+def keys_and_values(buffer: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """[N, B, 2 * K * D] -> k and v [B, N, K, D], views."""
+    both = heads(buffer, head_dim)
+    num_kv_heads = both.shape[2] // 2
+    return both[:, :, :num_kv_heads], both[:, :, num_kv_heads:]
+
+
+def keys_and_values_of_shard(k: Tensor, v: Tensor) -> Tensor:
+    """k and v [B, S, K, D] -> [S, B, 2 * K * D], in one copy."""
+    return torch.cat([k.flatten(2).transpose(0, 1), v.flatten(2).transpose(0, 1)], dim=-1)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """At least fp32: what out, lse and gradients are summed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wire_dtype(call: Call, accumulated: torch.dtype) -> torch.dtype:
+    """What gradients of keys travel in: as they are summed, unless the config asks for less."""
+    return {"fp32": accumulated, "bf16": torch.bfloat16, "fp16": torch.float16}[call.place.grad_dtype]
+
+
+def attend_once(q: Tensor, todo: Sequence[tuple[Block, Tensor, Tensor]], call: Call) -> tuple[Tensor, Tensor]:
+    """Run kernel calls of which no two share queries: out as a buffer [N, B, H * D], and lse [B, H, N].
+
+    `q` [B, N, H, D] is a view of a buffer; each block comes with the k and v that it indexes. Queries in none get 0.
+    """
+    batch, tokens, num_heads, head_dim = q.shape
+    if len(todo) == 1 and (block := todo[0][0]).of_q(q).shape == q.shape:
+        out, lse = call.kernel.forward(q, block.of_kv(todo[0][1]), block.of_kv(todo[0][2]), block.mask)
+        return out.transpose(0, 1).flatten(2).contiguous(), lse
+    buffer = q.new_zeros(tokens, batch, num_heads * head_dim)
+    lse = q.new_full((batch, num_heads, tokens), float("-inf"), dtype=accumulation_dtype(q.dtype))
+    for block, k, v in todo:
+        block_out, block_lse = call.kernel.forward(block.of_q(q), block.of_kv(k), block.of_kv(v), block.mask)
+        block.of_q(heads(buffer, head_dim)).copy_(block_out)
+        block.of_lse(lse).copy_(block_lse)
+    return buffer, lse
+
+
+def write_gradients(
+    block: Block, dout: Tensor, qkv: Triple, saved: tuple[Tensor, Tensor], grads: Triple, call: Call
+) -> None:
+    """dq, dk and dv of one kernel call, into the tensors that they are of; `saved` are the softmax's out and lse."""
+    of_block, of_grads = ((block.of_q(x[0]), block.of_kv(x[1]), block.of_kv(x[2])) for x in (qkv, grads))
+    lse = block.of_lse(saved[1]).contiguous()
+    call.kernel.backward(block.of_q(dout), of_block, block.of_q(saved[0]), lse, block.mask, of_grads)
+
+
+def block_gradients(block: Block, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, call: Call) -> Triple:
+    """dq, dk and dv of one kernel call, in the dtype of q, from the whole softmax's out and lse."""
+    of_block = block.of_q(qkv[0]), block.of_kv(qkv[1]), block.of_kv(qkv[2])
+    lse = block.of_lse(lse).contiguous()
+    return call.kernel.gradients(block.of_q(dout), of_block, block.of_q(out), lse, block.mask)

@@ -1,0 +1,230 @@
+"""Ulysses in head groups: the next group travels while this one is computed, forward and backward.
+
+The exchange of Ulysses is a barrier: nothing is computed until everything has arrived. Cut into groups of heads, it is
+one only for the first. Every KV head travels once, with the first group that needs it. The backward takes the groups
+from last to first, so that a KV head's gradient is complete when its group's turn comes.
+
+Shapes: B batch, S local tokens, P ranks, T = S * P tokens, h and k query and KV heads that a group brings to this rank,
+D head dim.
+
+    q, k, v   [B, S, channels]
+    buffer    [T, B, (h + 2k) * D] of a group
+    out       [B, S, H * D]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_ulysses.attention.blocks import (
+    Block,
+    accumulation_dtype,
+    attend_once,
+    block_gradients,
+    blocks,
+    heads,
+    write_gradients,
+)  # fmt: skip
+from ds_ulysses.attention.call import Call, decode
+from ds_ulysses.attention.sinks import apply_sinks, sink_gradients
+from ds_ulysses.collectives import Pending, one_ahead
+from ds_ulysses.exchange import place, start_gather, start_scatter
+from ds_ulysses.heads import HeadGroup, Range
+from ds_ulysses.kernels.contract import Triple
+from ds_ulysses.ledger import Direction
+from ds_ulysses.plan import plan_gathered
+
+
+def head_group_attention(qkv: Triple, documents: Tensor | None, sinks: Tensor | None, call: Call) -> Tensor:
+    """Exchange, attend and exchange back: [B, S, channels] each in, [B, S, H * D] out. Differentiable."""
+    return torch.ops.ds_ulysses.head_groups(list(qkv), documents, sinks, call.encode())[0]
+
+
+Carried = dict[int, tuple[Tensor, Tensor]]
+"""By group: what later groups add to dk and dv of its last KV head, [B, T, 1, D], at least fp32."""
+
+
+class _Kept(NamedTuple):
+    """What the backward needs of each group: its buffer, out [T, B, h * D] and lse [B, h, T]."""
+
+    buffers: list[Tensor]
+    outs: list[Tensor]
+    lses: list[Tensor]
+
+
+@torch.library.custom_op("ds_ulysses::head_groups", mutates_args=())
+def _head_groups(qkv: list[Tensor], documents: Tensor | None, sinks: Tensor | None, settings: str) -> list[Tensor]:
+    call = decode(settings)
+    out, kept = torch.empty_like(qkv[0], memory_format=torch.contiguous_format), _Kept([], [], [])
+    token_major = [x.transpose(0, 1) for x in qkv]
+
+    def computed() -> Iterator[Pending[list[Tensor]]]:
+        arriving = (_scatter(token_major, index, call, "forward") for index in range(call.place.head_groups))
+        for group, buffer in zip(_own_groups(call), one_ahead(arriving), strict=True):
+            kept.buffers.append(buffer)
+            todo = [
+                (block, *_views(kept.buffers[owner], _own_groups(call)[owner], call)[1:])
+                for owner, block in _blocks(group, buffer, documents, call)
+            ]
+            group_out, lse = attend_once(_views(buffer, group, call)[0], todo, call)
+            apply_sinks(heads(group_out, call.head_dim), lse, None if sinks is None else sinks[_local(group, call)])
+            kept.outs.append(group_out)
+            kept.lses.append(lse)
+            yield _gather(group_out, len(kept.outs) - 1, 1, call, "forward")
+
+    for index, pieces in enumerate(one_ahead(computed())):
+        place(pieces, _ranges(index, call)[:1], [out.transpose(0, 1)], adds=[False])
+    return [out, *kept.buffers, *kept.outs, *kept.lses]
+
+
+@_head_groups.register_fake
+def _(qkv: list[Tensor], documents: object, sinks: object, settings: str) -> list[Tensor]:
+    call = decode(settings)
+    batch, tokens = qkv[0].shape[0], qkv[0].shape[1] * call.place.ulysses_size
+    counts = [(g.q_range[1] - g.q_range[0], g.kv_range[1] - g.kv_range[0]) for g in _own_groups(call)]
+    out = qkv[0].new_empty(qkv[0].shape)
+    buffers = [out.new_empty(tokens, batch, (q + 2 * kv) * call.head_dim) for q, kv in counts]
+    outs = [out.new_empty(tokens, batch, q * call.head_dim) for q, _ in counts]
+    lses = [out.new_empty(batch, q, tokens, dtype=accumulation_dtype(out.dtype)) for q, _ in counts]
+    return [out, *buffers, *outs, *lses]
+
+
+@torch.library.custom_op("ds_ulysses::head_groups_backward", mutates_args=())
+def _head_groups_backward(
+    dout: Tensor, saved: list[Tensor], documents: Tensor | None, sinks: Tensor | None, settings: str
+) -> list[Tensor]:
+    call = decode(settings)
+    count = call.place.head_groups
+    kept = _Kept(saved[:count], saved[count : 2 * count], saved[2 * count :])
+    dsinks = torch.zeros_like(sinks) if sinks is not None else kept.lses[0].new_empty(0)
+    carried: Carried = {}
+
+    def computed() -> Iterator[Pending[list[Tensor]]]:
+        token_major = [dout.transpose(0, 1)]
+        arriving = one_ahead(_scatter(token_major, index, call, "backward") for index in reversed(range(count)))
+        for index in reversed(range(count)):
+            views = heads(next(arriving), call.head_dim), heads(kept.outs[index], call.head_dim), kept.lses[index]
+            gradient = _group_backward(index, views, kept.buffers, documents, carried, call)
+            if sinks is not None:
+                own = _local(_own_groups(call)[index], call)
+                dsinks[own] = sink_gradients(*views, sinks[own])
+            yield _gather(gradient, index, 3, call, "backward")
+
+    shared, gradients = call.split.num_held > call.num_kv_heads, one_ahead(computed())
+    first = next(gradients)  # so that what they are put together in is not in memory while the first is computed
+    dtypes = [dout.dtype, *[accumulation_dtype(dout.dtype) if shared else dout.dtype] * 2]
+    sizes = [heads * call.head_dim for heads in (call.num_heads, call.num_kv_heads, call.num_kv_heads)]
+    sums = [dout.new_zeros(*dout.shape[:2], size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    for index, pieces in zip(reversed(range(count)), chain([first], gradients), strict=True):
+        place(pieces, _ranges(index, call), [x.transpose(0, 1) for x in sums], adds=[False, shared, shared])
+    return [*(x.to(dout.dtype) for x in sums), dsinks]
+
+
+@_head_groups_backward.register_fake
+def _(dout: Tensor, saved: list[Tensor], documents: object, sinks: Tensor | None, settings: str) -> list[Tensor]:
+    call = decode(settings)
+    kv_shape = (*dout.shape[:2], call.num_kv_heads * call.head_dim)
+    dsinks = saved[-1].new_empty(0 if sinks is None else sinks.shape)
+    return [dout.new_empty(dout.shape), dout.new_empty(kv_shape), dout.new_empty(kv_shape), dsinks]
+
+
+def _group_backward(
+    index: int,
+    views: Triple,
+    buffers: list[Tensor],
+    documents: Tensor | None,
+    carried: Carried,
+    call: Call,
+) -> Tensor:
+    """The gradient of a group's buffer; `views` are dout, out and lse.
+
+    Only the last KV head of a group can be needed by later groups. What they found is in `carried`, by group.
+    """
+    dout, out, lse = views
+    group, buffer = _own_groups(call)[index], buffers[index]
+    gradient = torch.empty_like(buffer) if documents is None else torch.zeros_like(buffer)
+    q, (dq, dk, dv) = _views(buffer, group, call)[0], _views(gradient, group, call)
+    for owner, block in _blocks(group, buffer, documents, call):
+        _, k, v = _views(buffers[owner], _own_groups(call)[owner], call)
+        if owner == index:
+            write_gradients(block, dout, (q, k, v), (out, lse), (dq, dk, dv), call)
+            continue
+        grads = block_gradients(block, dout, (q, k, v), out, lse, call)
+        block.of_q(dq).copy_(grads[0])
+        if owner not in carried:
+            shape = (k.shape[0], k.shape[1], 1, k.shape[3])
+            carried[owner] = lse.new_zeros(shape), lse.new_zeros(shape)
+        for total, part in zip(carried[owner], grads[1:], strict=True):
+            total[block.key_rows, block.keys].add_(part)
+    if index in carried:
+        for whole, total in zip((dk, dv), carried.pop(index), strict=True):
+            whole[:, :, -1:].add_(total)
+    return gradient
+
+
+def _blocks(group: HeadGroup, buffer: Tensor, documents: Tensor | None, call: Call) -> Iterator[tuple[int, Block]]:
+    """The kernel calls of a group, each with the index of the group that brought its keys."""
+    pairs = plan_gathered(call.geometry(buffer, documents), 0)
+    for owner, run in group.runs:
+        for block in blocks(pairs, [run], call, documents is not None, joined=False):
+            yield owner, block
+
+
+def _views(buffer: Tensor, group: HeadGroup, call: Call) -> Triple:
+    """q [B, T, h, D], k and v [B, T, k, D], views of the buffer."""
+    num_heads, num_kv_heads = group.q_range[1] - group.q_range[0], group.kv_range[1] - group.kv_range[0]
+    q, k, v = heads(buffer, call.head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
+    return q, k, v
+
+
+def _local(group: HeadGroup, call: Call) -> slice:
+    """A group's query heads among those of this rank."""
+    first, _ = call.split.q_range(call.place.ulysses_rank)
+    return slice(group.q_range[0] - first, group.q_range[1] - first)
+
+
+def _own_groups(call: Call) -> list[HeadGroup]:
+    return call.split.groups(call.place.ulysses_rank, call.place.head_groups)
+
+
+def _ranges(index: int, call: Call) -> list[list[Range]]:
+    """[q, k, v][rank]: the channels that each rank gets with a group."""
+    groups = [call.split.groups(rank, call.place.head_groups)[index] for rank in range(call.place.ulysses_size)]
+    q, kv = ([(a * call.head_dim, b * call.head_dim) for a, b in bounds] for bounds in (
+        [group.q_range for group in groups], [group.kv_range for group in groups],
+    ))  # fmt: skip
+    return [q, kv, kv]
+
+
+def _scatter(tensors: Sequence[Tensor], index: int, call: Call, direction: Direction) -> Pending[Tensor]:
+    """Start what a group needs of q, k and v, or of dout alone; tensors [S, B, channels]."""
+    tokens = [tensors[0].shape[0]] * call.place.ulysses_size
+    ranges = _ranges(index, call)[: len(tensors)]
+    return start_scatter(tensors, ranges, tokens, call.place.ulysses_rank, call.place.ulysses_group, direction)
+
+
+def _gather(x: Tensor, index: int, num_tensors: int, call: Call, direction: Direction) -> Pending[list[Tensor]]:
+    """Start the way back of a group's out, or of its dq, dk and dv."""
+    tokens = [x.shape[0] // call.place.ulysses_size] * call.place.ulysses_size
+    ranges = _ranges(index, call)[:num_tensors]
+    return start_gather(x, ranges, tokens, call.place.ulysses_rank, call.place.ulysses_group, direction)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.set_materialize_grads(False)  # of lse and what else is kept: there are none
+    _, documents, sinks, ctx.settings = inputs
+    ctx.save_for_backward(documents, sinks, *output[1:])
+
+
+def _backward(ctx, grads: list[Tensor]):  # type: ignore[no-untyped-def]
+    documents, sinks, *saved = ctx.saved_tensors
+    *dqkv, dsinks = torch.ops.ds_ulysses.head_groups_backward(grads[0], saved, documents, sinks, ctx.settings)
+    return dqkv, None, None if sinks is None else dsinks, None
+
+
+_head_groups.register_autograd(_backward, setup_context=_keep)

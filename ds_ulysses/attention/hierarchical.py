@@ -1,0 +1,37 @@
+"""Ring and hierarchical attention: Ulysses inside groups of consecutive ranks, a ring across them.
+
+Fang and Zhao, "USP" (arXiv:2405.07719). A level of one rank collapses: without a Ulysses group it is the plain ring. If
+the group has more ranks than KV heads, so that several would hold the same one, keys and values cross the ring as
+sequence shards, once, instead of in as many copies.
+
+Shapes: B batch, S local tokens, n = S * U tokens of a Ulysses group, H and K query and KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ds_ulysses.attention.blocks import keys_and_values_of_shard
+from ds_ulysses.attention.call import Call
+from ds_ulysses.attention.ring import ring_attention
+from ds_ulysses.attention.ulysses import gather_heads, scatter_heads
+from ds_ulysses.exchange import scatter_channels
+
+
+def hierarchical_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, documents: Tensor | None, sinks: Tensor | None, call: Call
+) -> Tensor:
+    """q [B, S, H, D], k and v [B, S, K, D] -> [B, S, H, D]; `group` is the Ulysses group, `sinks` of this rank."""
+    split = call.split
+    if call.spreads_keys:
+        local_q = scatter_channels([q.flatten(2)], split.channel_ranges(call.head_dim)[:1], group)
+        local_kv = keys_and_values_of_shard(k, v)
+    elif split.sp_size == 1:
+        local_q, local_kv = q.flatten(2).transpose(0, 1), keys_and_values_of_shard(k, v)
+    else:
+        num_heads, num_kv_heads = call.local_heads
+        sizes = [num_heads * call.head_dim, 2 * num_kv_heads * call.head_dim]
+        local_q, local_kv = scatter_heads(q, k, v, split, group).split(sizes, dim=-1)
+    out = ring_attention(local_q, local_kv, documents, sinks, call)
+    return gather_heads(out, split, call.head_dim, group)

@@ -1,0 +1,132 @@
+"""`predict`: what the ledger will say of one attention layer, from shapes alone.
+
+Bytes sent by a rank, for u = batch * tokens of a shard * head_dim * itemsize, q_j and k_j heads of rank j of P:
+
+    ulysses      in  sum over j != rank of (q_j + 2 k_j) u    out  (P - 1) q_rank u    backward: the same, swapped
+    ring         2 K u for each whole shard that somebody needs, which the plan counts token by token; backward: all
+                 but the one that the receiver kept, and the gradient of every one
+    all_gather   2 (P - 1) K u; backward: twice, once of them gradients
+    hierarchical both; keys that several ranks of a Ulysses group need cross the ring once, then are spread over it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ds_ulysses.attention.all_gather import stages
+from ds_ulysses.heads import HeadSplit
+from ds_ulysses.ledger import Direction, Entry
+from ds_ulysses.mesh import Mesh
+from ds_ulysses.plan import Geometry, Slice, make_plan
+
+GRAD_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention layer over whole rows of `num_tokens`, a multiple of sp_size."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_tokens: int
+    dtype: torch.dtype
+    batch_size: int = 1
+    left: int = -1
+    """Token i sees token j if -left <= j - i <= right; -1 means no limit."""
+    right: int = 0
+    documents: bytes | None = None
+    """What `pack_documents` returns, or None if every row is one document."""
+
+
+def predict(shape: AttentionShape, mesh: Mesh, sp_rank: int = 0) -> list[Entry]:
+    """The ledger's entries of a rank of the sequence-parallel group, forward and backward, in no particular order."""
+    ring_rank, ulysses_rank = divmod(sp_rank, mesh.ulysses_size)
+    if mesh.strategy == "all_gather":
+        return list(_all_gather(shape, mesh))
+    counter = _Counter(shape, mesh, ulysses_rank)
+    return [*counter.exchange(), *(counter.ring(ring_rank) if mesh.ring_size > 1 else ())]
+
+
+class _Counter:
+    """Counts at the two levels of the mesh, for one rank."""
+
+    def __init__(self, shape: AttentionShape, mesh: Mesh, ulysses_rank: int) -> None:
+        self.shape, self.mesh, self.rank = shape, mesh, ulysses_rank
+        self.split = HeadSplit(shape.num_heads, shape.num_kv_heads, mesh.ulysses_size)
+        self.others = [j for j in range(mesh.ulysses_size) if j != ulysses_rank]
+        self.spreads_keys = mesh.ring_size > 1 and self.split.num_held > shape.num_kv_heads
+
+    def exchange(self) -> Iterator[Entry]:
+        """Of q, k and v, of out, and of their gradients, in head groups."""
+        if not self.others:
+            return
+        shape, mesh = self.shape, self.mesh
+        unit = shape.batch_size * shape.num_tokens // (mesh.ulysses_size * mesh.ring_size) * shape.head_dim
+        unit *= shape.dtype.itemsize
+        by_rank = [self.split.groups(rank, mesh.head_groups) for rank in range(mesh.ulysses_size)]
+        for groups in zip(*by_rank, strict=True):
+            q = [group.q_range[1] - group.q_range[0] for group in groups]
+            kv = [0 if self.spreads_keys else group.kv_range[1] - group.kv_range[0] for group in groups]
+            sent_in = [sum(q[j] + 2 * kv[j] for j in self.others), sum(q[j] for j in self.others)]
+            sent_out = [len(self.others) * q[self.rank], len(self.others) * (q[self.rank] + 2 * kv[self.rank])]
+            for heads, direction in zip((sent_in[0], sent_out[0], sent_in[1], sent_out[1]), DIRECTIONS, strict=True):
+                yield Entry("all_to_all", "ulysses", shape.dtype, heads * unit, direction)
+
+    def ring(self, ring_rank: int) -> Iterator[Entry]:
+        """Blocks out and their gradients home, and their spreading over the Ulysses group if there is one."""
+        shape, mesh = self.shape, self.mesh
+        packed = shape.documents is not None
+        rows = shape.batch_size if packed else 1
+        parts = mesh.ulysses_size if self.spreads_keys else 1
+        geometry = Geometry(
+            shape.num_tokens, mesh.ring_size, mesh.layout, shape.left, shape.right, shape.documents, rows, parts
+        )
+        part = self.rank if self.spreads_keys else 0
+        batch = 1 if packed else shape.batch_size
+        num_kv = shape.num_kv_heads if self.spreads_keys else self.split.counts(self.rank)[1]
+        wire = GRAD_DTYPES.get(mesh.grad_dtype, torch.promote_types(shape.dtype, torch.float32))
+        for step in make_plan(geometry, ring_rank):
+            if step.distance:
+                out, home = _tokens(step.send[part]), step.receive[part]
+                unit = batch * 2 * num_kv * shape.head_dim
+                yield from _sent(out * unit, shape.dtype, "forward")
+                yield from _sent(0 if step.parked_there else out * unit, shape.dtype, "backward")
+                yield from _sent(home * unit, wire, "backward")
+            if self.spreads_keys:
+                yield from self._spread(step.receive, batch, wire)
+
+    def _spread(self, tokens: tuple[int, ...], batch: int, wire: torch.dtype) -> Iterator[Entry]:
+        unit = batch * 2 * self.shape.head_dim
+        spread = tokens[self.rank] * sum(self.split.counts(j)[1] for j in self.others) * unit
+        collected = sum(tokens[j] for j in self.others) * self.split.counts(self.rank)[1] * unit
+        for direction in ("forward", "backward"):
+            yield Entry("all_to_all", "ulysses", self.shape.dtype, spread * self.shape.dtype.itemsize, direction)
+        yield Entry("all_to_all", "ulysses", wire, collected * wire.itemsize, "backward")
+
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "forward", "backward", "backward")
+
+
+def _all_gather(shape: AttentionShape, mesh: Mesh) -> Iterator[Entry]:
+    others = mesh.ring_size - 1
+    unit = shape.batch_size * shape.num_tokens // mesh.ring_size * shape.head_dim
+    wire = GRAD_DTYPES.get(mesh.grad_dtype, torch.promote_types(shape.dtype, torch.float32))
+    for start, stop in stages(shape.num_kv_heads):
+        elements = others * 2 * (stop - start) * unit
+        for direction in ("forward", "backward"):
+            yield Entry("all_gather", "ring", shape.dtype, elements * shape.dtype.itemsize, direction)
+        yield Entry("reduce_scatter", "ring", wire, elements * wire.itemsize, "backward")
+
+
+def _sent(elements: int, dtype: torch.dtype, direction: Direction) -> Iterator[Entry]:
+    """A message, unless it is empty."""
+    if elements:
+        yield Entry("send", "ring", dtype, elements * dtype.itemsize, direction)
+
+
+def _tokens(pieces: tuple[Slice, ...]) -> int:
+    return sum(piece.stop - piece.start for piece in pieces)
