@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -61,7 +62,8 @@ def torch_context_parallel() -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with context_parallel(mesh):
+        places = torch.arange(q.shape[2] * dist.get_world_size())  # q, k and v are shards already
+        with context_parallel(mesh, buffers=[places], buffer_seq_dims=[0]):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     return attend
@@ -160,7 +162,8 @@ def refusal_of(name: str, sp_size: int) -> str:
     try:
         run_ranks(try_once, sp_size, name, 256, limit=60)
     except RankFailed as error:
-        return str(error).strip().splitlines()[-1][:110]
+        lines = str(error).strip().splitlines()
+        return next((line for line in lines if re.match(r"\w*Error: ", line)), lines[-1])[:100]
     return ""
 
 

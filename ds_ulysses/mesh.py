@@ -110,7 +110,8 @@ def _choose(sizes: list[tuple[int, int]], packed: bool, machine: Machine) -> tup
     near = [pair for pair in even if pair in inside and WORTHWHILE * cost(pair, machine) <= cost(best, machine)]
     best = near[0] if near else best
     prices = ", ".join(f"{u} x {r}: {cost((u, r), machine):.0f}" for u, r in sizes)
-    return best, f"weighed bytes of ulysses x ring {prices}; {len(sizes) - len(even)} too uneven in heads"
+    uneven = f"; without the {len(sizes) - len(even)} of most uneven heads" if len(even) < len(sizes) else ""
+    return best, f"weighed bytes of ulysses x ring {prices}{uneven}"
 
 
 def cost(sizes: tuple[int, int], machine: Machine) -> float:

@@ -166,8 +166,11 @@ class _Encounters(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _meet(geometry: Geometry, q_rank: int, k_rank: int) -> _Meeting:
-    queries, keys = _held(_layout_only(geometry), q_rank, 1), _held(_layout_only(geometry), k_rank, geometry.num_parts)
-    found = _encounters(queries, keys, geometry)
+    # Parts of one row follow one another in the block too, so that calls may reach over their borders.
+    split = geometry.num_parts if geometry.num_rows > 1 else 1
+    found = _encounters(
+        _held(_layout_only(geometry), q_rank, 1), _held(_layout_only(geometry), k_rank, split), geometry
+    )
     # All buffers end to end, with a gap between rows, so that one number says part, row and place.
     stride = geometry.tokens_per_ring_rank + 1
     base = (found.part * geometry.num_rows + found.row) * stride
@@ -176,11 +179,14 @@ def _meet(geometry: Geometry, q_rank: int, k_rank: int) -> _Meeting:
     home = np.searchsorted(starts, base + found.k_start, side="right") - 1
     shift = begins[home] - (starts[home] - base) if len(starts) else base
     pairs = _merge(found._replace(k_start=found.k_start + shift, k_stop=found.k_stop + shift))
-    part, row = np.divmod(starts // stride, geometry.num_rows)
-    slices = map(Slice, row.tolist(), (starts % stride).tolist(), (stops - starts + starts % stride).tolist())
+    part, rows = np.divmod(starts // stride, geometry.num_rows)
+    slices = map(Slice, rows.tolist(), (starts % stride).tolist(), (stops - starts + starts % stride).tolist())
     needed: list[list[Slice]] = [[] for _ in range(geometry.num_parts)]
-    for owner, piece in zip(part.tolist(), slices, strict=True):
-        needed[owner].append(piece)
+    size = geometry.tokens_per_ring_rank // (geometry.num_parts // split)
+    for owner, (row, start, stop) in zip(part.tolist(), slices, strict=True):
+        for number in range(start // size, -(-stop // size)):
+            at = number * size
+            needed[owner + number].append(Slice(row, max(start - at, 0), min(stop - at, size)))
     return _Meeting(tuple(map(tuple, needed)), pairs)
 
 

@@ -164,11 +164,13 @@ def test_zigzag_spreads_the_remainder_of_each_document(ring_size: int) -> None:
         assert max(work) - length * (length + 1) / 2 / ring_size < length
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("ring_size", [2, 4, 8])
-def test_one_document_costs_one_kernel_call_a_step(ring_size: int) -> None:
+def test_one_document_costs_one_kernel_call_a_step(ring_size: int, parts: int) -> None:
+    """Also if its keys come in parts."""
     for layout in LAYOUTS:
         for rank in range(ring_size):
-            for step in make_plan(Geometry(12 * ring_size, ring_size, layout), rank):
+            for step in make_plan(Geometry(12 * ring_size, ring_size, layout, num_parts=parts), rank):
                 assert len(step.pairs) <= 1
                 assert all(pair.right == (0 if step.distance == 0 else -1) for pair in step.pairs)
 
