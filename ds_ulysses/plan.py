@@ -43,6 +43,10 @@ class Geometry:
     def tokens_per_ring_rank(self) -> int:
         return self.num_tokens // self.ring_size
 
+    def without_mask(self) -> Geometry:
+        """The layout, which layers with and without a window share, and both ways of sending keys."""
+        return replace(self, left=-1, right=0, num_parts=1)
+
 
 def pack_documents(documents: Iterable[tuple[int, int, int]]) -> bytes:
     """(row, start, stop) of each document, as 32-bit integers: quick to compare, and what a tensor of them holds."""
@@ -55,6 +59,11 @@ class Slice(NamedTuple):
     row: int
     start: int
     stop: int
+
+
+def num_tokens(slices: Iterable[Slice]) -> int:
+    """Of all of them together."""
+    return sum(piece.stop - piece.start for piece in slices)
 
 
 class Pair(NamedTuple):
@@ -92,27 +101,28 @@ class Step(NamedTuple):
     """and the one at +distance finds what is sent to it."""
 
 
-@lru_cache(maxsize=64)
+# Packed batches have a plan each, and plans of thousands of documents are large: what is kept is that of a few batches.
+@lru_cache(maxsize=8)
 def make_plan(geometry: Geometry, ring_rank: int) -> tuple[Step, ...]:
     """The steps of a ring rank, its own keys first. All ranks take the same, so that messages pair up in order."""
     steps = []
     for distance in _distances(geometry):
         source, target = (ring_rank - distance) % geometry.ring_size, (ring_rank + distance) % geometry.ring_size
         needed, pairs = _meet(geometry, ring_rank, source)
-        receive = tuple(sum(s.stop - s.start for s in part) for part in needed)
+        receive = tuple(map(num_tokens, needed))
         parked, parked_there = (distance > 0 and distance == _farthest(geometry, rank) for rank in (ring_rank, target))
         steps.append(Step(distance, _meet(geometry, target, ring_rank).needed, receive, pairs, parked, parked_there))
     return tuple(steps)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def plan_gathered(geometry: Geometry, ring_rank: int) -> tuple[Pair, ...]:
     """Pairs of a ring rank with the keys of all, in the order of the row. No query is in two of them."""
-    everything = _held(replace(_layout_only(geometry), ring_size=1), 0, 1)
-    return _merge(_encounters(_held(_layout_only(geometry), ring_rank, 1), everything, geometry))
+    everything = _held(replace(geometry.without_mask(), ring_size=1), 0, 1)
+    return _merge(_encounters(_held(geometry.without_mask(), ring_rank, 1), everything, geometry))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def held_by(geometry: Geometry) -> list[Segments]:
     """The segments of each ring rank."""
     if geometry.documents is None:
@@ -164,12 +174,12 @@ class _Encounters(NamedTuple):
     part: Ints
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _meet(geometry: Geometry, q_rank: int, k_rank: int) -> _Meeting:
     # Parts of one row follow one another in the block too, so that calls may reach over their borders.
     split = geometry.num_parts if geometry.num_rows > 1 else 1
     found = _encounters(
-        _held(_layout_only(geometry), q_rank, 1), _held(_layout_only(geometry), k_rank, split), geometry
+        _held(geometry.without_mask(), q_rank, 1), _held(geometry.without_mask(), k_rank, split), geometry
     )
     # All buffers end to end, with a gap between rows, so that one number says part, row and place.
     stride = geometry.tokens_per_ring_rank + 1
@@ -188,11 +198,6 @@ def _meet(geometry: Geometry, q_rank: int, k_rank: int) -> _Meeting:
             at = number * size
             needed[owner + number].append(Slice(row, max(start - at, 0), min(stop - at, size)))
     return _Meeting(tuple(map(tuple, needed)), pairs)
-
-
-def _layout_only(geometry: Geometry) -> Geometry:
-    """Layers with and without a window, and both ways of sending keys, share one layout."""
-    return replace(geometry, left=-1, right=0, num_parts=1)
 
 
 @lru_cache(maxsize=128)

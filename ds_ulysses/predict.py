@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from ds_ulysses.attention.all_gather import stages
+from ds_ulysses.attention.blocks import accumulation_dtype, wire_dtype
 from ds_ulysses.heads import HeadSplit
 from ds_ulysses.ledger import Direction, Entry
 from ds_ulysses.mesh import Mesh
-from ds_ulysses.plan import Geometry, Slice, make_plan
-
-GRAD_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from ds_ulysses.plan import Geometry, make_plan, num_tokens
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,10 @@ class _Counter:
         part = self.rank if self.spreads_keys else 0
         batch = 1 if packed else shape.batch_size
         num_kv = shape.num_kv_heads if self.spreads_keys else self.split.counts(self.rank)[1]
-        wire = GRAD_DTYPES.get(mesh.grad_dtype, torch.promote_types(shape.dtype, torch.float32))
+        wire = wire_dtype(mesh.grad_dtype, accumulation_dtype(shape.dtype))
         for step in make_plan(geometry, ring_rank):
             if step.distance:
-                out, home = _tokens(step.send[part]), step.receive[part]
+                out, home = num_tokens(step.send[part]), step.receive[part]
                 unit = batch * 2 * num_kv * shape.head_dim
                 yield from _sent(out * unit, shape.dtype, "forward")
                 yield from _sent(0 if step.parked_there else out * unit, shape.dtype, "backward")
@@ -114,7 +113,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "forward", "backward", "backward
 def _all_gather(shape: AttentionShape, mesh: Mesh) -> Iterator[Entry]:
     others = mesh.ring_size - 1
     unit = shape.batch_size * shape.num_tokens // mesh.ring_size * shape.head_dim
-    wire = GRAD_DTYPES.get(mesh.grad_dtype, torch.promote_types(shape.dtype, torch.float32))
+    wire = wire_dtype(mesh.grad_dtype, accumulation_dtype(shape.dtype))
     for start, stop in stages(shape.num_kv_heads):
         elements = others * 2 * (stop - start) * unit
         for direction in ("forward", "backward"):
@@ -126,7 +125,3 @@ def _sent(elements: int, dtype: torch.dtype, direction: Direction) -> Iterator[E
     """A message, unless it is empty."""
     if elements:
         yield Entry("send", "ring", dtype, elements * dtype.itemsize, direction)
-
-
-def _tokens(pieces: tuple[Slice, ...]) -> int:
-    return sum(piece.stop - piece.start for piece in pieces)

@@ -136,7 +136,7 @@ def _scattered(gradients: Iterator[Tensor], geometry: Geometry, call: Call) -> I
 
     def started() -> Iterator[Pending[Tensor]]:
         for gradient in gradients:
-            wire = _reorder(gradient, geometry, to_row=False).to(wire_dtype(call, gradient.dtype))
+            wire = _reorder(gradient, geometry, to_row=False).to(wire_dtype(call.place.grad_dtype, gradient.dtype))
             yield start_reduce_scatter(wire, call.place.ring_group, "backward")
 
     return one_ahead(started())
@@ -160,13 +160,13 @@ def _reorder(x: Tensor, geometry: Geometry, to_row: bool) -> Tensor:
     """From the order of the ranks to that of the row, or back; x [T, B, channels]."""
     if geometry.layout == "contiguous":
         return x
-    index = _orders(geometry, x.device)[0 if to_row else 1]
+    index = _orders(geometry.without_mask(), x.device)[0 if to_row else 1]
     if index.shape[1] == 1:
         return x.index_select(0, index[:, 0])
     return x[index, torch.arange(x.shape[1], device=x.device)]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=2)  # of this batch and the next; they are as long as the sequence
 def _orders(geometry: Geometry, device: torch.device) -> tuple[Tensor, Tensor]:
     """[T, rows] each: where in the order of the ranks the tokens of the row are, and the inverse."""
     tokens = torch.cat([token_index(held, geometry.num_rows) for held in held_by(geometry)])

@@ -84,9 +84,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def wire_dtype(call: Call, accumulated: torch.dtype) -> torch.dtype:
+def wire_dtype(name: str, accumulated: torch.dtype) -> torch.dtype:
     """What gradients of keys travel in: as they are summed, unless the config asks for less."""
-    return {"fp32": accumulated, "bf16": torch.bfloat16, "fp16": torch.float16}[call.place.grad_dtype]
+    return {"fp32": accumulated, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def attend_once(q: Tensor, todo: Sequence[tuple[Block, Tensor, Tensor]], call: Call) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from ds_ulysses.attention.call import Call
 from ds_ulysses.collectives import Pending, one_ahead, start_shift
 from ds_ulysses.exchange import place, start_gather, start_scatter
 from ds_ulysses.ledger import Direction
-from ds_ulysses.plan import Slice, Step
+from ds_ulysses.plan import Slice, Step, num_tokens
 
 
 class Ring:
@@ -51,15 +51,15 @@ class Ring:
 
         `total` has the shape of kv and the accumulation dtype.
         """
-        wire, group = wire_dtype(self.call, total.dtype), self.call.place.ring_group
+        wire, group = wire_dtype(self.call.place.grad_dtype, total.dtype), self.call.place.ring_group
 
         def started() -> Iterator[Pending[Tensor]]:
             for step, gradient in zip(self.reverse, self._collect(gradients), strict=True):
                 if step.distance == 0:
                     yield Pending(gradient)
                 else:
-                    tokens = sum(piece.stop - piece.start for piece in step.send[self.part])
-                    received = gradient.new_empty(tokens, *gradient.shape[1:], dtype=wire)
+                    shape = (num_tokens(step.send[self.part]), *gradient.shape[1:])
+                    received = gradient.new_empty(shape, dtype=wire)
                     yield start_shift(gradient.to(wire), received, -step.distance, group, "backward")
 
         for step, gradient in zip(self.reverse, one_ahead(started()), strict=True):
@@ -104,7 +104,7 @@ class Ring:
 
         def started() -> Iterator[Pending[list[Tensor]]]:
             for step, gradient in zip(self.reverse, gradients, strict=True):
-                wire = gradient.to(wire_dtype(self.call, gradient.dtype))
+                wire = gradient.to(wire_dtype(self.call.place.grad_dtype, gradient.dtype))
                 yield start_gather(wire, ranges, step.receive, at.ulysses_rank, at.ulysses_group, "backward")
 
         for pieces in one_ahead(started()):
