@@ -197,7 +197,7 @@ def row(name: str, ranks: list[dict[str, Result]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sp", type=int, nargs="+", default=[2, 4], help="group sizes")
+    parser.add_argument("--sp", type=int, nargs="+", default=[2, 4, 8], help="group sizes")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the whole sequence")
     parser.add_argument("--turns", type=int, default=9, help="timed steps of each side")
     arguments = parser.parse_args()
