@@ -43,6 +43,11 @@ class HeadGroup(NamedTuple):
     runs: tuple[tuple[int, HeadRun], ...]
     """The group that brought the KV heads, and the run: query heads local to this group, KV heads to that one."""
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Query and KV heads that it brings."""
+        return self.q_range[1] - self.q_range[0], self.kv_range[1] - self.kv_range[0]
+
 
 @dataclass(frozen=True)
 class HeadSplit:
@@ -123,6 +128,11 @@ class HeadSplit:
     def num_held(self) -> int:
         """KV heads of all ranks; more than `num_kv_heads` if several hold the same one."""
         return sum(self.counts(rank)[1] for rank in range(self.sp_size))
+
+    @property
+    def shares_kv_heads(self) -> bool:
+        """Whether several ranks need the same KV head, so that its gradient is a sum over them."""
+        return self.num_held > self.num_kv_heads
 
     @property
     def imbalance(self) -> float:

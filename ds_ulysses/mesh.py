@@ -54,11 +54,11 @@ class Mesh:
 
 def choose_mesh(config: SequenceParallelConfig, machine: Machine) -> Mesh:
     """Fill in what the config leaves open. Raises `ValueError` if its sizes contradict each other."""
-    sizes = _candidates(config)
+    sizes, product = _candidates(config), config.sequence_parallel_size
     if not sizes:
         raise ValueError(
             f'"strategy" is {config.strategy!r} with "ulysses_size" {config.ulysses_size!r} and "ring_size" '
-            f'{config.ring_size!r}, but the sizes must multiply to "sequence_parallel_size", {_size(config)}, and '
+            f'{config.ring_size!r}, but the sizes must multiply to "sequence_parallel_size", {product}, and '
             f'"ulysses" has no ring, "ring" and "all_gather" nothing else. Leave sizes out, or correct them.'
         )
     (ulysses_size, ring_size), reason = _choose(sizes, config.packed, machine)
@@ -74,13 +74,9 @@ def choose_mesh(config: SequenceParallelConfig, machine: Machine) -> Mesh:
     return Mesh(strategy, ulysses_size, ring_size, layout, config.ulysses_head_groups, config.grad_dtype, reason)
 
 
-def _size(config: SequenceParallelConfig) -> int:
-    return config.sequence_parallel_size
-
-
 def _candidates(config: SequenceParallelConfig) -> list[tuple[int, int]]:
     """(ulysses_size, ring_size) that the config allows, the largest ulysses_size first."""
-    size = _size(config)
+    size = config.sequence_parallel_size
     pairs = [(u, size // u) for u in range(size, 0, -1) if size % u == 0]
     pairs = [(u, r) for u, r in pairs if config.ulysses_size in ("auto", u) and config.ring_size in ("auto", r)]
     if size == 1:
@@ -125,7 +121,7 @@ def cost(sizes: tuple[int, int], machine: Machine) -> float:
     fetched = 0.75 * (ring_size - 1)  # blocks; again in the backward, but for the parked one; their gradients in fp32
     again = fetched - 1 + 0.5 / ring_size
     ring = 2 * num_kv_heads * (fetched + again + 2 * fetched) if ring_size > 1 else 0.0
-    if held > num_kv_heads and ring_size > 1:  # keys are spread over the group at every step, forward and twice back
+    if split.shares_kv_heads and ring_size > 1:  # keys are spread over the group at every step, forward and twice back
         exchange += 2 * others * held * (ring_size - 1) * 4
     far_exchange = max(ulysses_size - node, 0) / max(ulysses_size - 1, 1)
     near = max(node // ulysses_size, 1)

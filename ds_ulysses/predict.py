@@ -57,7 +57,7 @@ class _Counter:
         self.shape, self.mesh, self.rank = shape, mesh, ulysses_rank
         self.split = HeadSplit(shape.num_heads, shape.num_kv_heads, mesh.ulysses_size)
         self.others = [j for j in range(mesh.ulysses_size) if j != ulysses_rank]
-        self.spreads_keys = mesh.ring_size > 1 and self.split.num_held > shape.num_kv_heads
+        self.spreads_keys = mesh.ring_size > 1 and self.split.shares_kv_heads
 
     def exchange(self) -> Iterator[Entry]:
         """Of q, k and v, of out, and of their gradients, in head groups."""
@@ -68,8 +68,8 @@ class _Counter:
         unit *= shape.dtype.itemsize
         by_rank = [self.split.groups(rank, mesh.head_groups) for rank in range(mesh.ulysses_size)]
         for groups in zip(*by_rank, strict=True):
-            q = [group.q_range[1] - group.q_range[0] for group in groups]
-            kv = [0 if self.spreads_keys else group.kv_range[1] - group.kv_range[0] for group in groups]
+            q, kv = zip(*(group.counts for group in groups), strict=True)
+            kv = (0,) * len(kv) if self.spreads_keys else kv
             sent_in = [sum(q[j] + 2 * kv[j] for j in self.others), sum(q[j] for j in self.others)]
             sent_out = [len(self.others) * q[self.rank], len(self.others) * (q[self.rank] + 2 * kv[self.rank])]
             for heads, direction in zip((sent_in[0], sent_out[0], sent_in[1], sent_out[1]), DIRECTIONS, strict=True):

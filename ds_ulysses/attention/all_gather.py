@@ -29,6 +29,7 @@ from ds_ulysses.attention.blocks import (
     keys_and_values,
     keys_and_values_of_shard,
     wire_dtype,
+    write_softmax,
 )  # fmt: skip
 from ds_ulysses.attention.call import Call, decode
 from ds_ulysses.attention.sinks import apply_sinks, sink_gradients
@@ -69,10 +70,7 @@ def _all_gather_attention(
     for part, stage in _gathered(kv, geometry, call, "forward"):
         k, v = keys_and_values(stage, call.head_dim)
         for block in _blocks(part, geometry, call):
-            of_q = block.of_q(q), block.of_kv(k), block.of_kv(v)
-            block_out, block_lse = call.kernel.forward(*of_q, block.mask)
-            block.of_q(out).copy_(block_out)
-            block.of_lse(lse).copy_(block_lse)
+            write_softmax(block, (q, k, v), out, lse, call)
     apply_sinks(out, lse, sinks)
     return buffer, lse
 

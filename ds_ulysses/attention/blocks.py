@@ -44,6 +44,9 @@ class Block(NamedTuple):
     def of_lse(self, x: Tensor) -> Tensor:
         return x[self.rows, self.q_heads, self.queries]
 
+    def of_qkv(self, x: Triple) -> Triple:
+        return self.of_q(x[0]), self.of_kv(x[1]), self.of_kv(x[2])
+
 
 def blocks(pairs: Iterable[Pair], runs: Iterable[HeadRun], call: Call, packed: bool, joined: bool) -> Iterator[Block]:
     """The kernel calls of these pairs. `packed`: rows differ. `joined`: keys of all rows stand in one."""
@@ -65,6 +68,12 @@ def blocks(pairs: Iterable[Pair], runs: Iterable[HeadRun], call: Call, packed: b
 def heads(buffer: Tensor, head_dim: int) -> Tensor:
     """[N, B, channels] -> [B, N, heads, D], a view."""
     return buffer.transpose(0, 1).unflatten(-1, (buffer.shape[-1] // head_dim, head_dim))
+
+
+def queries_keys_values(buffer: Tensor, counts: tuple[int, int], head_dim: int) -> Triple:
+    """[N, B, (H + 2K) * D] of `counts` H, K -> q [B, N, H, D], k and v [B, N, K, D], views."""
+    q, k, v = heads(buffer, head_dim).split([counts[0], counts[1], counts[1]], dim=2)
+    return q, k, v
 
 
 def keys_and_values(buffer: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -101,23 +110,26 @@ def attend_once(q: Tensor, todo: Sequence[tuple[Block, Tensor, Tensor]], call: C
     buffer = q.new_zeros(tokens, batch, num_heads * head_dim)
     lse = q.new_full((batch, num_heads, tokens), float("-inf"), dtype=accumulation_dtype(q.dtype))
     for block, k, v in todo:
-        block_out, block_lse = call.kernel.forward(block.of_q(q), block.of_kv(k), block.of_kv(v), block.mask)
-        block.of_q(heads(buffer, head_dim)).copy_(block_out)
-        block.of_lse(lse).copy_(block_lse)
+        write_softmax(block, (q, k, v), heads(buffer, head_dim), lse, call)
     return buffer, lse
+
+
+def write_softmax(block: Block, qkv: Triple, out: Tensor, lse: Tensor, call: Call) -> None:
+    """Run one kernel call and write what it finds where its queries are in out [B, N, H, D] and lse [B, H, N]."""
+    block_out, block_lse = call.kernel.forward(*block.of_qkv(qkv), block.mask)
+    block.of_q(out).copy_(block_out)
+    block.of_lse(lse).copy_(block_lse)
 
 
 def write_gradients(
     block: Block, dout: Tensor, qkv: Triple, saved: tuple[Tensor, Tensor], grads: Triple, call: Call
 ) -> None:
     """dq, dk and dv of one kernel call, into the tensors that they are of; `saved` are the softmax's out and lse."""
-    of_block, of_grads = ((block.of_q(x[0]), block.of_kv(x[1]), block.of_kv(x[2])) for x in (qkv, grads))
-    lse = block.of_lse(saved[1]).contiguous()
-    call.kernel.backward(block.of_q(dout), of_block, block.of_q(saved[0]), lse, block.mask, of_grads)
+    out, lse = block.of_q(saved[0]), block.of_lse(saved[1]).contiguous()
+    call.kernel.backward(block.of_q(dout), block.of_qkv(qkv), out, lse, block.mask, block.of_qkv(grads))
 
 
 def block_gradients(block: Block, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, call: Call) -> Triple:
     """dq, dk and dv of one kernel call, in the dtype of q, from the whole softmax's out and lse."""
-    of_block = block.of_q(qkv[0]), block.of_kv(qkv[1]), block.of_kv(qkv[2])
     lse = block.of_lse(lse).contiguous()
-    return call.kernel.gradients(block.of_q(dout), of_block, block.of_q(out), lse, block.mask)
+    return call.kernel.gradients(block.of_q(dout), block.of_qkv(qkv), block.of_q(out), lse, block.mask)

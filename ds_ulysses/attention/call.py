@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
         Keys then cross the ring as sequence shards, once, and are spread over the group on arrival.
         """
-        return self.place.ring_size > 1 and self.split.num_held > self.num_kv_heads
+        return self.place.ring_size > 1 and self.split.shares_kv_heads
 
     def geometry(self, buffer: Tensor, documents: Tensor | None) -> Geometry:
         """`buffer` [n, B, ...] holds a ring rank's tokens of each row."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ds_ulysses.attention.all_gather import all_gather_attention
-from ds_ulysses.attention.blocks import accumulation_dtype
+from ds_ulysses.attention.blocks import accumulation_dtype, queries_keys_values
 from ds_ulysses.attention.call import Call, Place
 from ds_ulysses.attention.hierarchical import hierarchical_attention
 from ds_ulysses.attention.ulysses import gather_heads, scatter_heads, ulysses_attention
@@ -155,9 +155,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _separate(qkv: Tensor, split: HeadSplit, rank: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """[T, B, (H + 2K) * D] -> q [B, T, H, D], k and v [B, T, K, D], KV expanded if their groups are uneven."""
-    num_heads, num_kv_heads = split.counts(rank)
-    sizes = [num_heads, num_kv_heads, num_kv_heads]
-    q, k, v = qkv.transpose(0, 1).unflatten(-1, (sum(sizes), head_dim)).split(sizes, dim=2)
+    q, k, v = queries_keys_values(qkv, split.counts(rank), head_dim)
     if len(split.runs(rank)) > 1:
         owners = torch.arange(*split.q_range(rank), device=qkv.device) // split.group_size - split.kv_range(rank)[0]
         k, v = k.index_select(2, owners), v.index_select(2, owners)

@@ -28,6 +28,7 @@ from ds_ulysses.attention.blocks import (
     block_gradients,
     blocks,
     heads,
+    queries_keys_values,
     write_gradients,
 )  # fmt: skip
 from ds_ulysses.attention.call import Call, decode
@@ -61,17 +62,15 @@ class _Kept(NamedTuple):
 def _head_groups(qkv: list[Tensor], documents: Tensor | None, sinks: Tensor | None, settings: str) -> list[Tensor]:
     call = decode(settings)
     out, kept = torch.empty_like(qkv[0], memory_format=torch.contiguous_format), _Kept([], [], [])
-    token_major = [x.transpose(0, 1) for x in qkv]
+    token_major, views = [x.transpose(0, 1) for x in qkv], list[Triple]()
 
     def computed() -> Iterator[Pending[list[Tensor]]]:
         arriving = (_scatter(token_major, index, call, "forward") for index in range(call.place.head_groups))
         for group, buffer in zip(_own_groups(call), one_ahead(arriving), strict=True):
             kept.buffers.append(buffer)
-            todo = [
-                (block, *_views(kept.buffers[owner], _own_groups(call)[owner], call)[1:])
-                for owner, block in _blocks(group, buffer, documents, call)
-            ]
-            group_out, lse = attend_once(_views(buffer, group, call)[0], todo, call)
+            views.append(queries_keys_values(buffer, group.counts, call.head_dim))
+            todo = [(block, *views[owner][1:]) for owner, block in _blocks(group, buffer, documents, call)]
+            group_out, lse = attend_once(views[-1][0], todo, call)
             apply_sinks(heads(group_out, call.head_dim), lse, None if sinks is None else sinks[_local(group, call)])
             kept.outs.append(group_out)
             kept.lses.append(lse)
@@ -86,7 +85,7 @@ def _head_groups(qkv: list[Tensor], documents: Tensor | None, sinks: Tensor | No
 def _(qkv: list[Tensor], documents: object, sinks: object, settings: str) -> list[Tensor]:
     call = decode(settings)
     batch, tokens = qkv[0].shape[0], qkv[0].shape[1] * call.place.ulysses_size
-    counts = [(g.q_range[1] - g.q_range[0], g.kv_range[1] - g.kv_range[0]) for g in _own_groups(call)]
+    counts = [group.counts for group in _own_groups(call)]
     out = qkv[0].new_empty(qkv[0].shape)
     buffers = [out.new_empty(tokens, batch, (q + 2 * kv) * call.head_dim) for q, kv in counts]
     outs = [out.new_empty(tokens, batch, q * call.head_dim) for q, _ in counts]
@@ -115,7 +114,7 @@ def _head_groups_backward(
                 dsinks[own] = sink_gradients(*views, sinks[own])
             yield _gather(gradient, index, 3, call, "backward")
 
-    shared, gradients = call.split.num_held > call.num_kv_heads, one_ahead(computed())
+    shared, gradients = call.split.shares_kv_heads, one_ahead(computed())
     first = next(gradients)  # so that what they are put together in is not in memory while the first is computed
     dtypes = [dout.dtype, *[accumulation_dtype(dout.dtype) if shared else dout.dtype] * 2]
     sizes = [heads * call.head_dim for heads in (call.num_heads, call.num_kv_heads, call.num_kv_heads)]
@@ -146,11 +145,12 @@ def _group_backward(
     Only the last KV head of a group can be needed by later groups. What they found is in `carried`, by group.
     """
     dout, out, lse = views
-    group, buffer = _own_groups(call)[index], buffers[index]
+    groups, buffer = _own_groups(call), buffers[index]
     gradient = torch.empty_like(buffer) if documents is None else torch.zeros_like(buffer)
-    q, (dq, dk, dv) = _views(buffer, group, call)[0], _views(gradient, group, call)
-    for owner, block in _blocks(group, buffer, documents, call):
-        _, k, v = _views(buffers[owner], _own_groups(call)[owner], call)
+    by_group = [queries_keys_values(x, g.counts, call.head_dim) for x, g in zip(buffers, groups, strict=True)]
+    q, (dq, dk, dv) = by_group[index][0], queries_keys_values(gradient, groups[index].counts, call.head_dim)
+    for owner, block in _blocks(groups[index], buffer, documents, call):
+        _, k, v = by_group[owner]
         if owner == index:
             write_gradients(block, dout, (q, k, v), (out, lse), (dq, dk, dv), call)
             continue
@@ -173,13 +173,6 @@ def _blocks(group: HeadGroup, buffer: Tensor, documents: Tensor | None, call: Ca
     for owner, run in group.runs:
         for block in blocks(pairs, [run], call, documents is not None, joined=False):
             yield owner, block
-
-
-def _views(buffer: Tensor, group: HeadGroup, call: Call) -> Triple:
-    """q [B, T, h, D], k and v [B, T, k, D], views of the buffer."""
-    num_heads, num_kv_heads = group.q_range[1] - group.q_range[0], group.kv_range[1] - group.kv_range[0]
-    q, k, v = heads(buffer, call.head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
-    return q, k, v
 
 
 def _local(group: HeadGroup, call: Call) -> slice:

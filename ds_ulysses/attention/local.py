@@ -15,7 +15,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_ulysses.attention.blocks import Block, accumulation_dtype, attend_once, blocks, heads, write_gradients
+from ds_ulysses.attention.blocks import (
+    Block,
+    accumulation_dtype,
+    attend_once,
+    blocks,
+    heads,
+    queries_keys_values,
+    write_gradients,
+)
 from ds_ulysses.attention.call import Call, decode
 from ds_ulysses.attention.sinks import apply_sinks, sink_gradients
 from ds_ulysses.plan import plan_gathered
@@ -37,19 +45,12 @@ def _blocks(qkv: Tensor, documents: Tensor | None, call: Call) -> list[Block]:
     return list(blocks(pairs, call.runs, call, packed=documents is not None, joined=False))
 
 
-def _views(qkv: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, T, H, D], k and v [B, T, K, D] as views of the buffer."""
-    num_heads, num_kv_heads = call.local_heads
-    q, k, v = heads(qkv, call.head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
-    return q, k, v
-
-
 @torch.library.custom_op("ds_ulysses::local_attention", mutates_args=())
 def _local_attention(
     qkv: Tensor, documents: Tensor | None, sinks: Tensor | None, settings: str
 ) -> tuple[Tensor, Tensor]:
     call = decode(settings)
-    q, k, v = _views(qkv, call)
+    q, k, v = queries_keys_values(qkv, call.local_heads, call.head_dim)
     out, lse = attend_once(q, [(block, k, v) for block in _blocks(qkv, documents, call)], call)
     apply_sinks(heads(out, call.head_dim), lse, sinks)
     return out, lse
@@ -75,8 +76,9 @@ def _local_attention_backward(
     (qkv, out, lse), call = saved, decode(settings)
     dqkv = torch.empty_like(qkv) if documents is None else torch.zeros_like(qkv)
     dout, out = (heads(x, call.head_dim) for x in (dout, out))
+    views, grads = (queries_keys_values(x, call.local_heads, call.head_dim) for x in (qkv, dqkv))
     for block in _blocks(qkv, documents, call):
-        write_gradients(block, dout, _views(qkv, call), (out, lse), _views(dqkv, call), call)
+        write_gradients(block, dout, views, (out, lse), grads, call)
     return dqkv, sink_gradients(dout, out, lse, sinks)
 
 

@@ -52,7 +52,7 @@ def _ring_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call, packed = decode(settings), documents is not None
     plan, kv = _plan(q, documents, call), kv.contiguous()
-    _, lse, parked = _empty(q, kv, call)
+    lse, parked = _kept(q, kv, call)
     lse.fill_(float("-inf"))
     sums = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
     out, q = heads(sums, call.head_dim), heads(q, call.head_dim)
@@ -60,7 +60,7 @@ def _ring_attention(
     for step in plan:
         k, v = keys_and_values(next(arriving), call.head_dim)
         for block in blocks(step.pairs, call.runs, call, packed, joined=True):
-            block_out, block_lse = call.kernel.forward(block.of_q(q), block.of_kv(k), block.of_kv(v), block.mask)
+            block_out, block_lse = call.kernel.forward(*block.of_qkv((q, k, v)), block.mask)
             merge(block.of_q(out), block.of_lse(lse), block_out, block_lse)
         del k, v  # before the next but one is given memory
     apply_sinks(out, lse, sinks)
@@ -69,13 +69,13 @@ def _ring_attention(
 
 @_ring_attention.register_fake
 def _(q: Tensor, kv: Tensor, documents: object, sinks: object, settings: str) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(q, kv, decode(settings))
+    return q.new_empty(q.shape), *_kept(q, kv, decode(settings))
 
 
-def _empty(q: Tensor, kv: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised out, lse and parked block."""
+def _kept(q: Tensor, kv: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Uninitialised lse and parked block."""
     lse = q.new_empty(q.shape[1], call.local_heads[0], q.shape[0], dtype=accumulation_dtype(q.dtype))
-    return q.new_empty(q.shape), lse, kv.new_empty(kv.numel())
+    return lse, kv.new_empty(kv.numel())
 
 
 @torch.library.custom_op("ds_ulysses::ring_attention_backward", mutates_args=())
