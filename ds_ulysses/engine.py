@@ -18,7 +18,7 @@ from ds_ulysses.gradients import check_gradient_divisor, gradient_divisor, scale
 from ds_ulysses.kernels import Kernel, Request, select_kernel
 from ds_ulysses.loss import StepNormalizer
 from ds_ulysses.patch import find_model, patch_model, unpatch_model
-from ds_ulysses.support import head_counts, head_dim, refuse_unsupported_model
+from ds_ulysses.support import attention_softcap, head_counts, head_dims, refuse_unsupported_model
 from ds_ulysses.topology import Topology
 
 
@@ -68,9 +68,10 @@ def initialize(
     a setting or a model under which training would not be exact.
     """
     inner = find_model(model)
+    refuse_unsupported_model(inner.config)
     topology = Topology.create(SequenceParallelConfig.from_deepspeed(config), head_counts(inner.config))
     ds_config = deepspeed_config(config, topology)
-    check_model_config(inner.config, compute_dtype(ds_config, next(inner.parameters()).dtype), topology)
+    choose_kernel(inner.config, compute_dtype(ds_config, next(inner.parameters()).dtype), topology)
     divisor = gradient_divisor(ds_config, topology)
     check_gradient_divisor(ds_config, topology, divisor)
     patch = patch_model(model, topology)
@@ -88,16 +89,21 @@ def initialize(
     except BaseException:
         unpatch_model(model)
         raise
+    return _adopt(engine, topology, patch.normalizer, divisor), *rest
+
+
+def _adopt(engine: Any, topology: Topology, normalizer: StepNormalizer, divisor: int) -> SequenceParallelEngine:
+    """Make DeepSpeed's engine one of ours."""
     engine.__class__ = SequenceParallelEngine  # deepspeed.initialize offers no way to name a class
-    engine.topology, engine.normalizer = topology, patch.normalizer
-    engine.normalizer.factor = float(divisor * engine.gradient_accumulation_steps())
-    return engine, *rest
+    engine.topology, engine.normalizer = topology, normalizer
+    normalizer.factor = float(divisor * engine.gradient_accumulation_steps())
+    return engine
 
 
-def check_model_config(config: Any, dtype: torch.dtype, topology: Topology) -> tuple[Kernel, str]:
-    """Raise `ValueError` if the model would not be exact; return the kernel that its layers will use, and why."""
-    refuse_unsupported_model(config)
-    return select_kernel(topology.config.kernel, Request(topology.device.type, dtype, head_dim(config)))
+def choose_kernel(config: Any, dtype: torch.dtype, topology: Topology) -> tuple[Kernel, str]:
+    """The kernel that a model's layers will use, and why. Raises `ValueError` if there is none."""
+    request = Request(topology.device.type, dtype, max(head_dims(config)), attention_softcap(config))
+    return select_kernel(topology.config.kernel, request)
 
 
 def deepspeed_config(source: str | Path | Mapping[str, Any], topology: Topology) -> dict[str, Any]:

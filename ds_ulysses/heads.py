@@ -139,12 +139,13 @@ class HeadSplit:
         """Query heads of the busiest rank over the mean: 1.0 is even."""
         return -(-self.num_heads // self.sp_size) * self.sp_size / self.num_heads
 
-    def channel_ranges(self, head_dim: int) -> tuple[tuple[Range, ...], ...]:
-        """For q, k and v: the channels (head * head_dim + i) that each rank attends with."""
-        ranks = range(self.sp_size)
-        q = tuple(_times(self.q_range(rank), head_dim) for rank in ranks)
-        kv = tuple(_times(self.kv_range(rank), head_dim) for rank in ranks)
-        return q, kv, kv
+    def q_channels(self, dim: int) -> tuple[Range, ...]:
+        """Of q, or of the output: the channels (head * dim + i) that each rank attends with."""
+        return tuple(_times(self.q_range(rank), dim) for rank in range(self.sp_size))
+
+    def kv_channels(self, dim: int) -> tuple[Range, ...]:
+        """Of k or v, alike."""
+        return tuple(_times(self.kv_range(rank), dim) for rank in range(self.sp_size))
 
 
 def _join(runs: list[tuple[int, HeadRun]]) -> list[tuple[int, HeadRun]]:

@@ -11,7 +11,7 @@ is put right once the last one has been seen.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from ds_ulysses.collectives import sum_over_world
+from ds_ulysses.routing import Penalty, Routing, balance
 
 IGNORE_INDEX = -100
 
@@ -60,76 +61,120 @@ class StepNormalizer:
 
 
 @torch.compiler.disable
-def causal_lm_loss(local_sum: Tensor, targets: Tensor, normalizer: StepNormalizer) -> Tensor:
+def causal_lm_loss(
+    local_sum: Tensor, targets: Tensor, normalizer: StepNormalizer, routing: Routing | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The mean over all ranks' targets, equal on every rank; its gradient is this rank's part. 1 all-reduce.
 
-    `local_sum` (0-dim): sum of the token losses of this shard. No target anywhere: loss 0 and gradients 0.
+    `local_sum` (0-dim): sum of the token losses of this shard. `routing`: what its tokens did in a mixture of experts,
+    whose balancing loss is added. No target anywhere: loss 0 and gradients 0. Returns the loss, and the balancing loss.
     """
-    counts = torch.stack([local_sum.detach().double(), (targets != IGNORE_INDEX).sum().double(),
-                          targets.new_full((), targets.numel(), dtype=torch.double)])  # fmt: skip
-    loss_sum, num_targets, num_tokens = sum_over_world(counts).unbind()
-    mean: Tensor = _GlobalMean.apply(local_sum, loss_sum, num_targets, num_tokens, normalizer)
-    return mean
+    own = [local_sum.detach(), (targets != IGNORE_INDEX).sum(), targets.new_tensor(targets.numel())]
+    probabilities = None
+    if routing is not None:
+        probabilities = routing.probabilities
+        own += [routing.num_tokens, *routing.assigned, *probabilities.detach()]
+    total = sum_over_world(torch.stack([x.double() for x in own]))
+    penalty = None if routing is None else balance(total[3:], routing.coefficient)
+    mean, auxiliary = _GlobalMean.apply(local_sum, probabilities, total[:3], penalty, normalizer)
+    return mean, auxiliary
 
 
 class _GlobalMean(torch.autograd.Function):
+    """From this rank's sums and those of all ranks to the loss of all; each rank differentiates its own part."""
+
     @staticmethod
     def forward(
         ctx: Any,
         local_sum: Tensor,
-        loss_sum: Tensor,
-        num_targets: Tensor,
-        num_tokens: Tensor,
+        probabilities: Tensor | None,
+        total: Tensor,
+        penalty: Penalty | None,
         normalizer: StepNormalizer,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        loss_sum, num_targets, num_tokens = total.unbind()
         ctx.normalizer = normalizer
-        ctx.save_for_backward(num_targets, num_tokens)
-        return (loss_sum / num_targets.clamp(min=1)).to(local_sum.dtype)
+        ctx.save_for_backward(num_targets, num_tokens, None if penalty is None else penalty.gradient)
+        mean = loss_sum / num_targets.clamp(min=1)
+        if penalty is None:
+            return mean.to(local_sum.dtype), None
+        auxiliary = penalty.loss.to(local_sum.dtype)
+        ctx.mark_non_differentiable(auxiliary)
+        return (mean + penalty.weighted * (num_targets > 0)).to(local_sum.dtype), auxiliary
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        weight = ctx.normalizer.weight(*ctx.saved_tensors)
-        return (grad * weight).to(grad.dtype), None, None, None, None
+    def backward(ctx: Any, grad: Tensor, _auxiliary: Tensor | None) -> tuple[Tensor | None, ...]:
+        num_targets, num_tokens, dprobabilities = ctx.saved_tensors
+        weight = grad * ctx.normalizer.weight(num_targets, num_tokens)
+        if dprobabilities is not None:
+            # A micro-batch counts by its targets, its balancing loss too.
+            dprobabilities = (dprobabilities * weight * num_targets).float()
+        return weight.to(grad.dtype), dprobabilities, None, None, None
+
+
+class LogitsTransform(NamedTuple):
+    """What a model does to its logits: x -> cap * tanh(scale * x / cap); no cap if it is 0."""
+
+    scale: float = 1.0
+    cap: float = 0.0
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        return logits.div_(self.cap).tanh_().mul_(self.cap) if self.cap else logits
+
+    def slope(self, transformed: Tensor) -> Tensor | float:
+        """The derivative where the result is `transformed`."""
+        return (transformed / self.cap).square_().neg_().add_(1).mul_(self.scale) if self.cap else self.scale
+
+
+PLAIN = LogitsTransform()
 
 
 @torch.compiler.disable
-def tiled_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, tile_size: int) -> Tensor:
+def tiled_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, tile_size: int, transform: LogitsTransform = PLAIN
+) -> Tensor:
     """Sum of the token losses (0-dim, at least fp32), with the logits of `tile_size` tokens in memory at once.
 
     `hidden` [..., H], `weight` [V, H] of the output layer, `targets` [...]. Tokens without a target are not
     computed. The logits are formed again in the backward, which keeps one number per token instead of V.
     """
-    loss: Tensor = _TiledCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), tile_size)
+    loss: Tensor = _TiledCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), tile_size, transform)
     return loss
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, tile_size: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, tile_size: int, transform: LogitsTransform
+    ) -> Tensor:
         rows = (targets != IGNORE_INDEX).nonzero().squeeze(1)
         lse = hidden.new_empty(len(rows), dtype=torch.promote_types(hidden.dtype, torch.float32))
         total = lse.new_zeros(())
         for tile, tile_lse in zip(rows.split(tile_size), lse.split(tile_size), strict=True):
-            logits = linear(hidden[tile], weight).to(lse.dtype)
+            logits = transform.apply_(linear(hidden[tile], weight).to(lse.dtype))
             torch.logsumexp(logits, dim=1, out=tile_lse)
             total += (tile_lse - logits.gather(1, targets[tile, None]).squeeze(1)).sum()
         ctx.save_for_backward(hidden, weight, targets, rows, lse)
-        ctx.tile_size = tile_size
+        ctx.tile_size, ctx.transform = tile_size, transform
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, rows, lse = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         for tile, tile_lse in zip(rows.split(ctx.tile_size), lse.split(ctx.tile_size), strict=True):
-            logits = linear(hidden[tile], weight).to(lse.dtype)
+            logits = ctx.transform.apply_(linear(hidden[tile], weight).to(lse.dtype))
+            slope = ctx.transform.slope(logits)
             dlogits = logits.sub_(tile_lse[:, None]).exp_()
             dlogits.scatter_add_(1, targets[tile, None], dlogits.new_full((len(tile), 1), -1.0))
-            dlogits = dlogits.mul_(grad).to(hidden.dtype)
+            dlogits = dlogits.mul_(slope * grad).to(hidden.dtype)
             grad_hidden[tile] = dlogits @ weight
             if grad_weight is not None:
                 grad_weight += dlogits.T @ hidden[tile]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None

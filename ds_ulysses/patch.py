@@ -1,11 +1,11 @@
-"""Injection into a Hugging Face model: the only file that imports transformers.
+"""Injection into a Hugging Face model. Only this file and causal_lm.py import transformers.
 
 `patch_model` gives each attention layer a `DistributedAttention` and makes the model's config name our
 attention function, which is registered with transformers under a name of its own. The model gets a copy of its
 config first, so another model that shares it is not touched. No mask function is registered: transformers then
 builds no mask, and one that is passed in is refused, because padding and documents travel as `documents`.
 
-Hugging Face's shapes live here only: q [B, H, S, D] in, [B, S, H, D] out.
+Hugging Face's shapes live here only: q [B, H, S, D] in, [B, S, H, E] out, for values of E channels.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ds_ulysses.attention.distributed import DistributedAttention
+from ds_ulysses.batch import document_lengths
+from ds_ulysses.causal_lm import output_layer, replace_forwards, restore_forwards
+from ds_ulysses.collectives import same_on_all_ranks
 from ds_ulysses.kernels import Mask
-from ds_ulysses.loss import StepNormalizer, causal_lm_loss, tiled_cross_entropy
-from ds_ulysses.support import refuse_unsupported_model
+from ds_ulysses.loss import StepNormalizer
+from ds_ulysses.rope import DocumentRotary, length_dependent
+from ds_ulysses.support import dropouts, is_bidirectional, refuse_unsupported_model, seen_distances
 from ds_ulysses.topology import Topology
 
 ATTENTION_NAME = "ds_ulysses"
 ATTRIBUTE = "_ds_ulysses_patch"
 # What layers pass along that does not change attention as computed here.
-HARMLESS = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "is_causal"}
+HARMLESS = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "output_router_logits", "is_causal"}
 
 
 @dataclass
@@ -41,7 +45,9 @@ class Patch:
     attention_name: str
     normalizer: StepNormalizer = field(default_factory=StepNormalizer)
     layers: dict[str, nn.Module] = field(default_factory=dict)
-    handles: list[RemovableHandle] = field(default_factory=list)
+    rotaries: dict[nn.Module, DocumentRotary] = field(default_factory=dict)
+    """Rotary modules that go by the length of each document, and what stands in for them."""
+    handles: dict[str, RemovableHandle] = field(default_factory=dict)
 
 
 def patch_model(model: nn.Module, topology: Topology) -> Patch:
@@ -56,17 +62,20 @@ def patch_model(model: nn.Module, topology: Topology) -> Patch:
         raise ValueError("This model is patched already. Call unpatch_model first to change its topology.")
     refuse_unsupported_model(inner.config)
     layers = _attention_layers(inner)
-    head = _output_layer(inner)
+    head = output_layer(inner)
     patch = Patch(inner, topology, inner.config._attn_implementation, layers=layers)
     _own_config(inner)._attn_implementation_internal = ATTENTION_NAME
     for layer in layers.values():
         layer.distributed_attention = DistributedAttention(kernel=topology.config.kernel, topology=topology)
+    patch.rotaries = {module: DocumentRotary(module) for module in inner.modules() if length_dependent(module)}
+    for module, rotary in patch.rotaries.items():
+        vars(module)["forward"] = rotary
     decoder = inner.base_model
-    patch.handles.append(decoder.register_forward_pre_hook(_check_inputs, with_kwargs=True))
-    patch.handles.append(decoder.register_forward_hook(partial(_check_exchanges, patch)))  # last: it removes itself
+    patch.handles["inputs"] = decoder.register_forward_pre_hook(partial(_begin_forward, patch), with_kwargs=True)
+    patch.handles["exchanges"] = decoder.register_forward_hook(partial(_check_exchanges, patch))
+    patch.handles["dropout"] = decoder.register_forward_pre_hook(partial(_check_dropout, patch))
     if head is not None:
-        vars(head)["forward"] = partial(_head_forward, head.forward, head, topology.config.logits_tile_size)
-        vars(inner)["forward"] = partial(_causal_lm_forward, inner.forward, patch)
+        replace_forwards(inner, head, topology, patch.normalizer)
     setattr(inner, ATTRIBUTE, patch)
     return patch
 
@@ -80,11 +89,11 @@ def unpatch_model(model: nn.Module) -> None:
     inner.config._attn_implementation_internal = patch.attention_name
     for layer in patch.layers.values():
         del layer.distributed_attention
-    for handle in patch.handles:
+    for handle in patch.handles.values():
         handle.remove()
-    for module in (inner, inner.get_output_embeddings()):
-        if module is not None:
-            vars(module).pop("forward", None)
+    for rotary in patch.rotaries:
+        del vars(rotary)["forward"]
+    restore_forwards(inner)
     delattr(inner, ATTRIBUTE)
 
 
@@ -115,19 +124,6 @@ def _attention_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return layers
 
 
-def _output_layer(model: PreTrainedModel) -> nn.Linear | None:
-    """The output layer of a causal LM, or None for a bare decoder, whose user brings a loss."""
-    head = model.get_output_embeddings()
-    if head is None:
-        return None
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ValueError(
-            f"The output layer of {type(model).__name__} is {head!r}: the tiled loss needs a plain nn.Linear without "
-            f"bias. Leave it out of adapters."
-        )
-    return head
-
-
 def _own_config(model: PreTrainedModel) -> Any:
     """Give every module of this model that holds its config a copy, and return it."""
     shared, own = model.config, copy.copy(model.config)
@@ -140,13 +136,13 @@ def _own_config(model: PreTrainedModel) -> Any:
 def _attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in each layer: [B, H, S, D] in, [B, S, H, D] out."""
+    """The function that transformers calls in each layer: [B, H, S, D] in, [B, S, H, E] out."""
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
     scale, documents, sinks = kwargs.pop("scaling", None), kwargs.pop("documents", None), kwargs.pop("s_aux", None)
     asked = [name for name, value in kwargs.items() if name not in HARMLESS and _is_set(value)]
     if attention_mask is not None:
         asked.append("a mask")
-    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+    if not (is_bidirectional(module.config) or kwargs.get("is_causal", getattr(module, "is_causal", True))):
         asked.append("bidirectional attention")
     if asked:
         raise ValueError(
@@ -154,9 +150,7 @@ def _attention_forward(
             f"and leave dropout and other extras of attention off."
         )
     mask = Mask(
-        scale=scale if scale is not None else query.shape[3] ** -0.5,
-        left=-1 if window is None else window - 1,
-        softcap=softcap or 0.0,
+        scale if scale is not None else query.shape[3] ** -0.5, *seen_distances(module.config, window), softcap or 0.0
     )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return _attention_of(module)(q, k, v, mask, documents, sinks), None
@@ -176,7 +170,9 @@ def _attention_of(layer: nn.Module) -> DistributedAttention:
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 
 
-def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _begin_forward(
+    patch: Patch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Before the decoder: refuse what did not come from `shard_batch`, and keep no cache of keys and values."""
     if kwargs.get("position_ids") is None:
         raise ValueError(
@@ -186,42 +182,35 @@ def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         raise ValueError("attention_mask cannot be used on a shard. Pass it to shard_batch with the whole batch.")
     if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
         raise ValueError("Generation with a cache is not sharded. Call unpatch_model, or generate from a saved model.")
+    if patch.rotaries:
+        positions = kwargs["position_ids"]
+        lengths = document_lengths(kwargs.get("documents"), patch.topology, (positions.shape[0], positions.shape[1]))
+        for rotary in patch.rotaries.values():
+            rotary.lengths = lengths
     return args, kwargs | {"use_cache": False}
+
+
+def _check_dropout(patch: Patch, module: nn.Module, args: Any) -> None:
+    """Before the first forward in training: shards of one sequence must not drop the same positions."""
+    if not module.training:
+        return
+    patch.handles.pop("dropout").remove()
+    layers = [name for name, m in patch.model.named_modules() if isinstance(m, nn.Dropout) and m.p]
+    active, seed, topology = dropouts(patch.model.config) or layers, torch.initial_seed(), patch.topology
+    if topology.sp_size > 1 and active and same_on_all_ranks([seed % 2**31], topology.sp_group, topology.device):
+        raise ValueError(
+            f"Dropout is on ({active[0]}), but the random seed is {seed} on all ranks of a group: shards of a sequence "
+            f"would drop the same positions. Call torch.manual_seed with another seed on each rank, after the weights "
+            f"have been made."
+        )
 
 
 def _check_exchanges(patch: Patch, module: nn.Module, args: Any, output: Any) -> None:
     """After the first forward: every patched layer must have gone through its `DistributedAttention`."""
-    patch.handles.pop().remove()
+    patch.handles.pop("exchanges").remove()
     bypassed = [name for name, layer in patch.layers.items() if not _attention_of(layer).has_exchanged]
     if bypassed:
         raise ValueError(
             f"{len(bypassed)} of {len(patch.layers)} attention layers attended within their shard only, first "
             f"{bypassed[0]}: something replaced the model's attention after it was patched. Patch it last."
         )
-
-
-def _head_forward(
-    original: Any, head: nn.Linear, tile_size: int, hidden: Tensor, targets: Tensor | None = None
-) -> Tensor:
-    """In place of the output layer's forward: logits without targets, the sum of the token losses with them.
-
-    The loss is taken inside this module's call because that is where ZeRO-3 has gathered its weight.
-    """
-    if targets is None:
-        logits: Tensor = original(hidden)
-        return logits
-    return tiled_cross_entropy(hidden, head.weight, targets, tile_size)
-
-
-def _causal_lm_forward(original: Any, patch: Patch, *args: Any, **kwargs: Any) -> Any:
-    """In place of a causal LM's forward: with `shift_labels`, the loss over all ranks and no logits."""
-    if kwargs.pop("labels", None) is not None:
-        raise ValueError("labels would be shifted inside the shard. Pass them to shard_batch with the whole batch.")
-    targets = kwargs.pop("shift_labels", None)
-    if targets is None:
-        return original(*args, **kwargs)
-    decoder, head = patch.model.base_model, patch.model.get_output_embeddings()
-    output = decoder(*args, **kwargs)
-    local_sum = head(output.last_hidden_state, targets)
-    loss = causal_lm_loss(local_sum, targets, patch.normalizer)
-    return CausalLMOutputWithPast(loss=loss, hidden_states=output.hidden_states)

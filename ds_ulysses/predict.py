@@ -1,6 +1,7 @@
 """`predict`: what the ledger will say of one attention layer, from shapes alone.
 
-Bytes sent by a rank, for u = batch * tokens of a shard * head_dim * itemsize, q_j and k_j heads of rank j of P:
+Bytes sent by a rank, for u = batch * tokens of a shard * head_dim * itemsize, q_j and k_j heads of rank j of P, and
+values of the same dim as keys (others weigh what they are):
 
     ulysses      in  sum over j != rank of (q_j + 2 k_j) u    out  (P - 1) q_rank u    backward: the same, swapped
     ring         2 K u for each whole shard that somebody needs, which the plan counts token by token; backward: all
@@ -39,6 +40,17 @@ class AttentionShape:
     right: int = 0
     documents: bytes | None = None
     """What `pack_documents` returns, or None if every row is one document."""
+    value_dim: int | None = None
+    """Of values and the output; None: head_dim."""
+
+    @property
+    def out_dim(self) -> int:
+        return self.value_dim or self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Channels of a KV head, key and value side by side."""
+        return self.head_dim + self.out_dim
 
 
 def predict(shape: AttentionShape, mesh: Mesh, sp_rank: int = 0) -> list[Entry]:
@@ -64,16 +76,18 @@ class _Counter:
         if not self.others:
             return
         shape, mesh = self.shape, self.mesh
-        unit = shape.batch_size * shape.num_tokens // (mesh.ulysses_size * mesh.ring_size) * shape.head_dim
-        unit *= shape.dtype.itemsize
+        unit = shape.batch_size * shape.num_tokens // (mesh.ulysses_size * mesh.ring_size) * shape.dtype.itemsize
         by_rank = [self.split.groups(rank, mesh.head_groups) for rank in range(mesh.ulysses_size)]
         for groups in zip(*by_rank, strict=True):
             q, kv = zip(*(group.counts for group in groups), strict=True)
             kv = (0,) * len(kv) if self.spreads_keys else kv
-            sent_in = [sum(q[j] + 2 * kv[j] for j in self.others), sum(q[j] for j in self.others)]
-            sent_out = [len(self.others) * q[self.rank], len(self.others) * (q[self.rank] + 2 * kv[self.rank])]
-            for heads, direction in zip((sent_in[0], sent_out[0], sent_in[1], sent_out[1]), DIRECTIONS, strict=True):
-                yield Entry("all_to_all", "ulysses", shape.dtype, heads * unit, direction)
+            qkv = [q[j] * shape.head_dim + kv[j] * shape.kv_dim for j in range(mesh.ulysses_size)]
+            out = [q[j] * shape.out_dim for j in range(mesh.ulysses_size)]
+            others = len(self.others)
+            forward = sum(qkv[j] for j in self.others), others * out[self.rank]
+            backward = sum(out[j] for j in self.others), others * qkv[self.rank]
+            for channels, direction in zip((*forward, *backward), DIRECTIONS, strict=True):
+                yield Entry("all_to_all", "ulysses", shape.dtype, channels * unit, direction)
 
     def ring(self, ring_rank: int) -> Iterator[Entry]:
         """Blocks out and their gradients home, and their spreading over the Ulysses group if there is one."""
@@ -91,7 +105,7 @@ class _Counter:
         for step in make_plan(geometry, ring_rank):
             if step.distance:
                 out, home = num_tokens(step.send[part]), step.receive[part]
-                unit = batch * 2 * num_kv * shape.head_dim
+                unit = batch * num_kv * shape.kv_dim
                 yield from _sent(out * unit, shape.dtype, "forward")
                 yield from _sent(0 if step.parked_there else out * unit, shape.dtype, "backward")
                 yield from _sent(home * unit, wire, "backward")
@@ -99,7 +113,7 @@ class _Counter:
                 yield from self._spread(step.receive, batch, wire)
 
     def _spread(self, tokens: tuple[int, ...], batch: int, wire: torch.dtype) -> Iterator[Entry]:
-        unit = batch * 2 * self.shape.head_dim
+        unit = batch * self.shape.kv_dim
         spread = tokens[self.rank] * sum(self.split.counts(j)[1] for j in self.others) * unit
         collected = sum(tokens[j] for j in self.others) * self.split.counts(self.rank)[1] * unit
         for direction in ("forward", "backward"):
@@ -112,10 +126,10 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "forward", "backward", "backward
 
 def _all_gather(shape: AttentionShape, mesh: Mesh) -> Iterator[Entry]:
     others = mesh.ring_size - 1
-    unit = shape.batch_size * shape.num_tokens // mesh.ring_size * shape.head_dim
+    unit = shape.batch_size * shape.num_tokens // mesh.ring_size * shape.kv_dim
     wire = wire_dtype(mesh.grad_dtype, accumulation_dtype(shape.dtype))
     for start, stop in stages(shape.num_kv_heads):
-        elements = others * 2 * (stop - start) * unit
+        elements = others * (stop - start) * unit
         for direction in ("forward", "backward"):
             yield Entry("all_gather", "ring", shape.dtype, elements * shape.dtype.itemsize, direction)
         yield Entry("reduce_scatter", "ring", wire, elements * wire.itemsize, "backward")

@@ -10,26 +10,65 @@ from tests.oracle import IGNORE, Sample
 VOCAB = 64
 
 
+MIXED = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+ROUTED = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
 ARCHITECTURES: dict[str, dict[str, object]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},
     "qwen2": {},
     "qwen3": {},
     "gemma": {},
-    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma2": {
+        **MIXED, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 0.5, "query_pre_attn_scalar": 4,
+    },
+    "gemma3_text": MIXED,
     "phi3": {"sliding_window": 4, "pad_token_id": 0},
     "olmo2": {},
-    "olmo3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo3": MIXED,
     "glm4": {"pad_token_id": 0},
     "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 0]},
     "starcoder2": {"sliding_window": 4},
-    "exaone4": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-}
+    "exaone4": MIXED,
+    "granite": {
+        "logits_scaling": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7, "embedding_multiplier": 2.0,
+    },
+    "cohere": {"logit_scale": 0.5, "eos_token_id": 1, "use_qk_norm": True},
+    "cohere2": {**MIXED, "logit_scale": 0.5, "eos_token_id": 1},
+    "gpt2": {
+        "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True,
+        "bos_token_id": 1, "eos_token_id": 1,
+    },
+    "gpt_neox": {},
+    "mixtral": {**ROUTED, "num_local_experts": 4, "sliding_window": 4},
+    "qwen2_moe": {**ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**ROUTED, "num_experts": 4},
+    "olmoe": {**ROUTED, "num_experts": 4, "eos_token_id": 1},
+    "gpt_oss": {
+        **ROUTED, **MIXED, "num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "deepseek_v3": {
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 6, "kv_lora_rank": 16,
+        "q_lora_rank": 16, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "use_qk_norm": True,
+    },
+}  # fmt: skip
 """Tested model types, with what makes a tiny one show its peculiarities."""
+
+SHARPENED = ("q_proj", "k_proj", "qkv_proj", "c_attn", "query_key_value", "_b_proj", "kv_a_proj", "gate.", "router.")
+"""Parts of the names of weights that are scaled up, so that a wrong mask, RoPE or expert shows."""
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, **changes: object) -> nn.Module:
-    """2 layers, 4 query and 2 KV heads of 8; q and k weights scaled up so that a wrong mask or RoPE shows."""
+    """2 layers, 4 query and 2 KV heads of 8; see `SHARPENED`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {
@@ -41,10 +80,12 @@ def tiny_model(kind: str = "llama", seed: int = 0, **changes: object) -> nn.Modu
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(settings | changes)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "q_proj" in name or "k_proj" in name:
-                parameter.mul_(5)
-            elif "norm" in name:  # ones would hide a norm that is skipped
+            if "sinks" in name:
+                parameter.copy_(torch.linspace(-2, 2, len(parameter)))
+            elif "norm" in name or "bias" in name:  # ones and zeros would hide what is skipped
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            elif any(part in name for part in SHARPENED):
+                parameter.mul_(5)
     return model.train()
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 IGNORE = -100
 
@@ -69,19 +72,39 @@ class Sample:
         return int((self.labels[1:] != IGNORE).sum())
 
 
-def train_step(model: nn.Module, samples: list[Sample]) -> tuple[float, dict[str, Tensor]]:
-    """Token-mean loss over all samples and the gradient of every parameter, in fp64 with eager attention."""
+def exact_copy(model: nn.Module) -> nn.Module:
+    """The model in fp64 with eager attention."""
     model = copy.deepcopy(model).double().train()
     for part in model.modules():  # PEFT and outer modules hold the model that knows about attention
         if hasattr(part, "set_attn_implementation"):
             part.set_attn_implementation("eager")
-    count = sum(sample.num_targets for sample in samples)
+            if part._can_set_experts_implementation():
+                part.set_experts_implementation("eager")
+    return model
+
+
+def train_step(model: nn.Module, *micro_batches: list[Sample]) -> tuple[float, dict[str, Tensor]]:
+    """Token-mean loss over all samples and the gradient of every parameter, each sample run alone.
+
+    The balancing loss of experts is that of all tokens of a micro-batch, and weighs as much as its targets do.
+    """
+    model = exact_copy(model)
+    count = sum(sample.num_targets for samples in micro_batches for sample in samples)
     total = torch.zeros((), dtype=torch.double)
-    for sample in samples:
-        if sample.num_targets:
-            out = model(input_ids=sample.ids[None], labels=sample.labels[None], use_cache=False)
-            total = total + out.loss * sample.num_targets / count
-    if count:
-        total.backward()
+    for samples in micro_batches:
+        outputs = [model(input_ids=s.ids[None], use_cache=False) for s in samples]
+        for sample, output in zip(samples, outputs, strict=True):
+            total = total + cross_entropy(output.logits[0, :-1], sample.labels[1:], reduction="sum") / max(count, 1)
+        if getattr(outputs[0], "router_logits", None):
+            weight = sum(sample.num_targets for sample in samples) / max(count, 1)
+            total = total + weight * balancing_loss(model, outputs)
+    total.backward()
     grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
     return total.item(), grads
+
+
+def balancing_loss(model: Any, outputs: list[Any]) -> Tensor:
+    """As transformers computes it, of all samples together."""
+    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    logits = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
+    return model.router_aux_loss_coef * function(logits, model.num_experts, model.num_experts_per_tok)

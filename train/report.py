@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, zero_stage
-from ds_ulysses.engine import check_model_config
+from ds_ulysses.engine import choose_kernel
 from ds_ulysses.heads import HeadSplit
 from ds_ulysses.plan import Geometry, make_plan
 from ds_ulysses.predict import AttentionShape, predict
-from ds_ulysses.support import head_counts, head_dim
+from ds_ulysses.support import head_counts, head_dims
 from ds_ulysses.topology import Topology
 from train.data import Samples, plan_steps, steps_per_epoch
 
@@ -80,7 +80,7 @@ def _heads(topology: Topology, model_config: Any) -> str:
 
 
 def _kernel(topology: Topology, config: dict[str, Any], model_config: Any) -> str:
-    kernel, why = check_model_config(model_config, compute_dtype(config), topology)
+    kernel, why = choose_kernel(model_config, compute_dtype(config), topology)
     return f"{kernel.name} ({why})"
 
 
@@ -89,8 +89,9 @@ def _communication(
 ) -> str:
     """For the longest sample, as if no layer had a window; without what gradient checkpointing repeats."""
     tokens = _longest(topology, samples)
+    dims = head_dims(model_config)
     shape = AttentionShape(
-        *head_counts(model_config), head_dim(model_config), tokens, compute_dtype(config), batch_size=sizes.micro
+        *head_counts(model_config), dims[0], tokens, compute_dtype(config), batch_size=sizes.micro, value_dim=dims[1]
     )
     entries = predict(shape, topology.mesh, topology.sp_rank)
     times = model_config.num_hidden_layers * sizes.accumulation

@@ -25,8 +25,8 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_ulysses
 from ds_ulysses.checkpoint import save_pretrained
 from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, load_deepspeed_json, resolve_batch_sizes, zero_stage
-from ds_ulysses.engine import SequenceParallelEngine, check_model_config
-from ds_ulysses.support import head_counts
+from ds_ulysses.engine import SequenceParallelEngine, choose_kernel
+from ds_ulysses.support import head_counts, refuse_unsupported_model
 from ds_ulysses.topology import init_distributed
 from train.arguments import SftArguments, parse_arguments
 from train.data import Samples, StepPlan, collate, load_rows, load_samples, plan_steps, steps_per_epoch
@@ -73,9 +73,10 @@ def prepare() -> Run | None:
     config = fill_from_arguments(config, arguments, dist.get_world_size())
     settings = ds_ulysses.SequenceParallelConfig.from_deepspeed(config)
     model_config = load_model_config(arguments.model_name_or_path)
+    refuse_unsupported_model(model_config)
     topology = ds_ulysses.Topology.create(settings, head_counts(model_config))
     sizes = resolve_batch_sizes(config, topology.dp_size)
-    check_model_config(model_config, compute_dtype(config), topology)
+    choose_kernel(model_config, compute_dtype(config), topology)
     fill_from_model(config, model_config.hidden_size)
 
     tokenizer = load_tokenizer(arguments.model_name_or_path)

@@ -4,12 +4,14 @@ Dubey et al., "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2, wi
 travels while this one is computed, and the gradient of the last one is summed and scattered meanwhile. Each query meets
 all its keys in one kernel call, so any mask that the kernel knows will do and nothing is merged.
 
-Shapes: B batch, n local tokens, T = n * P tokens of the whole sequence, H and K query and KV heads, D head dim.
+Shapes: B batch, n local tokens, T = n * P tokens of the whole sequence, H and K query and KV heads, D dim of
+queries and keys, E of values.
 
-    q, out   [n, B, H * D]
-    kv       [n, B, 2 * K * D], keys and values side by side
+    q        [n, B, H * D]
+    out      [n, B, H * E]
+    kv       [n, B, K * (D + E)], keys and values side by side
     lse      [B, H, n]
-    stage    [T, B, 2 * k * D] of k KV heads, in the order of the row
+    stage    [T, B, k * (D + E)] of k KV heads, in the order of the row
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ MAX_STAGES = 4
 def all_gather_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, call: Call
 ) -> Tensor:
-    """q [B, n, H, D], k and v [B, n, K, D] -> [B, n, H, D]; `documents` and `sinks` as in `local_attention`."""
+    """q [B, n, H, D], k [B, n, K, D], v [B, n, K, E] -> [B, n, H, E]; the others as in `local_attention`."""
     q, kv = q.flatten(2).transpose(0, 1), keys_and_values_of_shard(k, v)
     out, _ = torch.ops.ds_ulysses.all_gather_attention(q, kv, documents, sinks, call.encode())
-    return heads(out, call.head_dim)
+    return heads(out, call.value_dim)
 
 
 def stages(num_kv_heads: int) -> list[Range]:
@@ -65,10 +67,10 @@ def _all_gather_attention(
     call = decode(settings)
     geometry = call.geometry(q, documents)
     buffer, lse = _empty(q, call)
-    out, q = heads(buffer.zero_(), call.head_dim), heads(q, call.head_dim)
+    out, q = heads(buffer.zero_(), call.value_dim), heads(q, call.head_dim)
     lse.fill_(float("-inf"))
     for part, stage in _gathered(kv, geometry, call, "forward"):
-        k, v = keys_and_values(stage, call.head_dim)
+        k, v = keys_and_values(stage, call.dims)
         for block in _blocks(part, geometry, call):
             write_softmax(block, (q, k, v), out, lse, call)
     apply_sinks(out, lse, sinks)
@@ -83,7 +85,7 @@ def _(q: Tensor, kv: object, documents: object, sinks: object, settings: str) ->
 def _empty(q: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Uninitialised out and lse."""
     lse = q.new_empty(q.shape[1], call.num_heads, q.shape[0], dtype=accumulation_dtype(q.dtype))
-    return q.new_empty(q.shape), lse
+    return q.new_empty(q.shape[0], q.shape[1], call.num_heads * call.value_dim), lse
 
 
 @torch.library.custom_op("ds_ulysses::all_gather_attention_backward", mutates_args=())
@@ -93,12 +95,13 @@ def _all_gather_attention_backward(
     (q, kv, out, lse), call = saved, decode(settings)
     geometry = call.geometry(q, documents)
     dq_buffer, dkv = (x.new_zeros(x.shape) for x in (q, kv))
-    q, dq, out, dout = (heads(x, call.head_dim) for x in (q, dq_buffer, out, dout))
+    q, dq = (heads(x, call.head_dim) for x in (q, dq_buffer))
+    out, dout = (heads(x, call.value_dim) for x in (out, dout))
 
     def computed() -> Iterator[Tensor]:
         for part, stage in _gathered(kv, geometry, call, "backward"):
             dstage = torch.zeros_like(stage, dtype=lse.dtype)
-            (k, v), (dk, dv) = (keys_and_values(x, call.head_dim) for x in (stage, dstage))
+            (k, v), (dk, dv) = (keys_and_values(x, call.dims) for x in (stage, dstage))
             for block in _blocks(part, geometry, call):
                 grads = block_gradients(block, dout, (q, k, v), out, lse, call)
                 block.of_q(dq).copy_(grads[0])
@@ -107,7 +110,8 @@ def _all_gather_attention_backward(
             yield dstage
 
     for part, shard in zip(stages(call.num_kv_heads), _scattered(computed(), geometry, call), strict=True):
-        for column, gradient in zip(_columns(dkv, part, call), shard.chunk(2, dim=-1), strict=True):
+        columns = _columns(dkv, part, call)
+        for column, gradient in zip(columns, shard.split([x.shape[-1] for x in columns], dim=-1), strict=True):
             column.copy_(gradient)
     return dq_buffer, dkv, sink_gradients(dout, out, lse, sinks)
 
@@ -121,7 +125,7 @@ def _(
 
 
 def _gathered(kv: Tensor, geometry: Geometry, call: Call, direction: Direction) -> Iterator[tuple[Range, Tensor]]:
-    """KV heads of each stage, and their keys and values [T, B, 2 * k * D]."""
+    """KV heads of each stage, and their keys and values [T, B, k * (D + E)]."""
     parts = stages(call.num_kv_heads)
     packed = (torch.cat(_columns(kv, part, call), dim=-1) for part in parts)
     started = (start_all_gather(columns, call.place.ring_group, direction) for columns in packed)
@@ -130,7 +134,7 @@ def _gathered(kv: Tensor, geometry: Geometry, call: Call, direction: Direction) 
 
 
 def _scattered(gradients: Iterator[Tensor], geometry: Geometry, call: Call) -> Iterator[Tensor]:
-    """Sum the gradient of each stage over the ranks, [T, B, 2 * k * D]; that of this rank's tokens comes back."""
+    """Sum the gradient of each stage over the ranks, [T, B, k * (D + E)]; that of this rank's tokens comes back."""
 
     def started() -> Iterator[Pending[Tensor]]:
         for gradient in gradients:
@@ -142,8 +146,9 @@ def _scattered(gradients: Iterator[Tensor], geometry: Geometry, call: Call) -> I
 
 def _columns(kv: Tensor, part: Range, call: Call) -> tuple[Tensor, Tensor]:
     """Keys and values of some KV heads, views."""
-    start, stop, values = (head * call.head_dim for head in (*part, call.num_kv_heads))
-    return kv[..., start:stop], kv[..., values + start : values + stop]
+    keys, values = kv.split([call.num_kv_heads * dim for dim in call.dims], dim=-1)
+    (start, stop), (head_dim, value_dim) = part, call.dims
+    return keys[..., start * head_dim : stop * head_dim], values[..., start * value_dim : stop * value_dim]
 
 
 def _blocks(part: Range, geometry: Geometry, call: Call) -> Iterator[Block]:

@@ -2,9 +2,9 @@
 
 Buffers are token-major as the exchange delivers them; kernels see views.
 
-Shapes: N tokens of a buffer, B batch, H and K query and KV heads of this rank, D head dim.
-    buffer   [N, B, channels]    q: H * D; keys and values side by side: 2 * K * D
-    heads    [B, N, H, D]        a view of it
+Shapes: N tokens of a buffer, B batch, H and K query and KV heads of this rank, D dim of queries and keys, E of values.
+    buffer   [N, B, channels]    q: H * D; keys and values side by side: K * D + K * E; out: H * E
+    heads    [B, N, H, D or E]   a view of it
     lse      [B, H, N]
 A block of keys that was put together from several rows has B = 1, and pairs say where in it a row's keys are.
 """
@@ -65,26 +65,27 @@ def blocks(pairs: Iterable[Pair], runs: Iterable[HeadRun], call: Call, packed: b
             )
 
 
-def heads(buffer: Tensor, head_dim: int) -> Tensor:
-    """[N, B, channels] -> [B, N, heads, D], a view."""
-    return buffer.transpose(0, 1).unflatten(-1, (buffer.shape[-1] // head_dim, head_dim))
+def heads(buffer: Tensor, dim: int) -> Tensor:
+    """[N, B, channels] -> [B, N, heads, dim], a view."""
+    return buffer.transpose(0, 1).unflatten(-1, (buffer.shape[-1] // dim, dim))
 
 
-def queries_keys_values(buffer: Tensor, counts: tuple[int, int], head_dim: int) -> Triple:
-    """[N, B, (H + 2K) * D] of `counts` H, K -> q [B, N, H, D], k and v [B, N, K, D], views."""
-    q, k, v = heads(buffer, head_dim).split([counts[0], counts[1], counts[1]], dim=2)
-    return q, k, v
+def queries_keys_values(buffer: Tensor, counts: tuple[int, int], dims: tuple[int, int]) -> Triple:
+    """[N, B, H * D + K * (D + E)] of `counts` H, K -> q [B, N, H, D], k [B, N, K, D], v [B, N, K, E], views."""
+    (num_heads, num_kv_heads), (head_dim, value_dim) = counts, dims
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * value_dim]
+    q, k, v = buffer.split(sizes, dim=-1)
+    return heads(q, head_dim), heads(k, head_dim), heads(v, value_dim)
 
 
-def keys_and_values(buffer: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """[N, B, 2 * K * D] -> k and v [B, N, K, D], views."""
-    both = heads(buffer, head_dim)
-    num_kv_heads = both.shape[2] // 2
-    return both[:, :, :num_kv_heads], both[:, :, num_kv_heads:]
+def keys_and_values(buffer: Tensor, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """[N, B, K * (D + E)] -> k [B, N, K, D] and v [B, N, K, E], views."""
+    _, k, v = queries_keys_values(buffer, (0, buffer.shape[-1] // sum(dims)), dims)
+    return k, v
 
 
 def keys_and_values_of_shard(k: Tensor, v: Tensor) -> Tensor:
-    """k and v [B, S, K, D] -> [S, B, 2 * K * D], in one copy."""
+    """k [B, S, K, D] and v [B, S, K, E] -> [S, B, K * (D + E)], in one copy."""
     return torch.cat([k.flatten(2).transpose(0, 1), v.flatten(2).transpose(0, 1)], dim=-1)
 
 
@@ -99,23 +100,23 @@ def wire_dtype(name: str, accumulated: torch.dtype) -> torch.dtype:
 
 
 def attend_once(q: Tensor, todo: Sequence[tuple[Block, Tensor, Tensor]], call: Call) -> tuple[Tensor, Tensor]:
-    """Run kernel calls of which no two share queries: out as a buffer [N, B, H * D], and lse [B, H, N].
+    """Run kernel calls of which no two share queries: out as a buffer [N, B, H * E], and lse [B, H, N].
 
     `q` [B, N, H, D] is a view of a buffer; each block comes with the k and v that it indexes. Queries in none get 0.
     """
-    batch, tokens, num_heads, head_dim = q.shape
+    batch, tokens, num_heads, _ = q.shape
     if len(todo) == 1 and (block := todo[0][0]).of_q(q).shape == q.shape:
         out, lse = call.kernel.forward(q, block.of_kv(todo[0][1]), block.of_kv(todo[0][2]), block.mask)
         return out.transpose(0, 1).flatten(2).contiguous(), lse
-    buffer = q.new_zeros(tokens, batch, num_heads * head_dim)
+    buffer = q.new_zeros(tokens, batch, num_heads * call.value_dim)
     lse = q.new_full((batch, num_heads, tokens), float("-inf"), dtype=accumulation_dtype(q.dtype))
     for block, k, v in todo:
-        write_softmax(block, (q, k, v), heads(buffer, head_dim), lse, call)
+        write_softmax(block, (q, k, v), heads(buffer, call.value_dim), lse, call)
     return buffer, lse
 
 
 def write_softmax(block: Block, qkv: Triple, out: Tensor, lse: Tensor, call: Call) -> None:
-    """Run one kernel call and write what it finds where its queries are in out [B, N, H, D] and lse [B, H, N]."""
+    """Run one kernel call and write what it finds where its queries are in out [B, N, H, E] and lse [B, H, N]."""
     block_out, block_lse = call.kernel.forward(*block.of_qkv(qkv), block.mask)
     block.of_q(out).copy_(block_out)
     block.of_lse(lse).copy_(block_lse)

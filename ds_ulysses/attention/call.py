@@ -35,6 +35,9 @@ class Call(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Of queries and keys."""
+    value_dim: int
+    """Of values and the output."""
     scale: float
     left: int
     right: int
@@ -52,6 +55,15 @@ class Call(NamedTuple):
     @property
     def split(self) -> HeadSplit:
         return split_heads(self.num_heads, self.num_kv_heads, self.place.ulysses_size)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.head_dim, self.value_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Channels of a KV head, key and value side by side."""
+        return self.head_dim + self.value_dim
 
     @property
     def local_heads(self) -> tuple[int, int]:

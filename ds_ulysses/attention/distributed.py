@@ -1,6 +1,7 @@
 """`DistributedAttention`: what the patcher puts into each attention layer, usable on its own.
 
-Shapes: B batch, S local tokens, T tokens of the whole sequence, H query heads, K KV heads, D head dim.
+Shapes: B batch, S local tokens, T tokens of the whole sequence, H query heads, K KV heads, D dim of queries and
+keys, E of values.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class DistributedAttention(nn.Module):
     """Attention over a sequence that is sharded over the ranks of a group.
 
     `local_attention`: None for the built-in kernels, or a callable (q, k, v, *args, **kwargs) -> out that sees
-    the whole sequence of its heads, [B, T, heads, D], and returns the shape of q. KV heads come unexpanded,
+    the whole sequence of its heads, [B, T, heads, dim], and returns [B, T, H, E]. KV heads come unexpanded,
     except where a rank's query heads cut a KV group unevenly.
     `sequence_process_group`: the ranks that share a sequence, in sequence order; None means all ranks.
     `scatter_idx`, `gather_idx`: the head and sequence dims, which are 2 and 1 in [B, S, H, D].
@@ -70,7 +71,7 @@ class DistributedAttention(nn.Module):
         """Set by every forward: how a patched model proves that none of its layers was bypassed."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """query [B, S, H, D], key and value [B, S, K, D] -> [B, S, H, D]. S must be equal on all ranks.
+        """query [B, S, H, D], key [B, S, K, D], value [B, S, K, E] -> [B, S, H, E]. S must be equal on all ranks.
 
         Which tokens a rank holds, the topology's layout says: see `token_places`.
 
@@ -83,10 +84,10 @@ class DistributedAttention(nn.Module):
             return self.attend(query, key, value, *args, **kwargs)
         split = split_heads(query.shape[2], key.shape[2], dist.get_world_size(self.group))
         qkv = scatter_heads(query, key, value, split, self.group)
-        q, k, v = _separate(qkv, split, dist.get_rank(self.group), query.shape[3])
+        q, k, v = _separate(qkv, split, dist.get_rank(self.group), (key.shape[3], value.shape[3]))
         # A rank without heads still takes part in both exchanges, but has nothing to attend with.
-        local = self.local_attention(q, k, v, *args, **kwargs) if q.shape[2] else q
-        return gather_heads(local.transpose(0, 1).flatten(2), split, query.shape[3], self.group)
+        local = self.local_attention(q, k, v, *args, **kwargs) if q.shape[2] else q[..., :0]
+        return gather_heads(local.transpose(0, 1).flatten(2), split, value.shape[3], self.group)
 
     def attend(
         self,
@@ -104,11 +105,11 @@ class DistributedAttention(nn.Module):
         rank's tokens or heads, and summed over the ranks that of one process, like every parameter's.
         """
         mask = mask or Mask(scale=query.shape[3] ** -0.5)
-        request = Request(query.device.type, query.dtype, query.shape[3], bool(mask.softcap))
+        request = Request(query.device.type, query.dtype, max(query.shape[3], value.shape[3]), bool(mask.softcap))
         kernel, _ = select_kernel(self.kernel, request)
         call = Call(
-            query.shape[2], key.shape[2], query.shape[3], mask.scale, mask.left, mask.right, mask.softcap, kernel.name,
-            self.place,
+            query.shape[2], key.shape[2], key.shape[3], value.shape[3], mask.scale, mask.left, mask.right, mask.softcap,
+            kernel.name, self.place,
         )  # fmt: skip
         if sinks is not None:
             sinks = sinks[slice(*call.split.q_range(self.place.ulysses_rank))].to(accumulation_dtype(query.dtype))
@@ -145,17 +146,17 @@ def _world() -> ProcessGroup:
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    fits = query.dim() == key.dim() == 4 and key.shape == value.shape
+    fits = query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3]
     if not fits or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: expected [batch, tokens, "
-            f"heads, head_dim] with equal batch, tokens and head_dim, and as many value heads as key heads."
+            f"heads, head_dim] with equal batch and tokens, one head_dim of query and key, and as many values as keys."
         )
 
 
-def _separate(qkv: Tensor, split: HeadSplit, rank: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, B, (H + 2K) * D] -> q [B, T, H, D], k and v [B, T, K, D], KV expanded if their groups are uneven."""
-    q, k, v = queries_keys_values(qkv, split.counts(rank), head_dim)
+def _separate(qkv: Tensor, split: HeadSplit, rank: int, dims: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, B, channels] -> q [B, T, H, D], k [B, T, K, D], v [B, T, K, E]; KV expanded if their groups are uneven."""
+    q, k, v = queries_keys_values(qkv, split.counts(rank), dims)
     if len(split.runs(rank)) > 1:
         owners = torch.arange(*split.q_range(rank), device=qkv.device) // split.group_size - split.kv_range(rank)[0]
         k, v = k.index_select(2, owners), v.index_select(2, owners)

@@ -1,9 +1,10 @@
 """Attention of one rank over the whole sequence, on the buffer that the exchange delivers.
 
-Shapes: B batch, T tokens of the whole sequence, H and K local query and KV heads, D head dim.
+Shapes: B batch, T tokens of the whole sequence, H and K local query and KV heads, D dim of queries and keys, E of
+values.
 
-    qkv   [T, B, (H + 2K) * D]    q, k and v side by side, as scatter_channels returns them
-    out   [T, B, H * D]           as gather_channels takes it
+    qkv   [T, B, H * D + K * (D + E)]    q, k and v side by side, as scatter_channels returns them
+    out   [T, B, H * E]                  as gather_channels takes it
     lse   [B, H, T]
 
 q, k and v are views of the buffer and their gradients are written into one buffer of its shape, so nothing
@@ -32,8 +33,8 @@ from ds_ulysses.plan import plan_gathered
 def local_attention(qkv: Tensor, documents: Tensor | None, sinks: Tensor | None, call: Call) -> Tensor:
     """Attend within each document. Differentiable; no communication.
 
-    `qkv` [T, B, (H + 2K) * D]; `documents` is an int32 tensor [N, 3] on the CPU of (row, start, stop), or None if each
-    row is one document; `sinks` [H] or None. Tokens in no document get output 0. Returns [T, B, H * D].
+    `qkv` as above; `documents` is an int32 tensor [N, 3] on the CPU of (row, start, stop), or None if each
+    row is one document; `sinks` [H] or None. Tokens in no document get output 0. Returns [T, B, H * E].
     """
     out, _ = torch.ops.ds_ulysses.local_attention(qkv, documents, sinks, call.encode())
     return out
@@ -50,9 +51,9 @@ def _local_attention(
     qkv: Tensor, documents: Tensor | None, sinks: Tensor | None, settings: str
 ) -> tuple[Tensor, Tensor]:
     call = decode(settings)
-    q, k, v = queries_keys_values(qkv, call.local_heads, call.head_dim)
+    q, k, v = queries_keys_values(qkv, call.local_heads, call.dims)
     out, lse = attend_once(q, [(block, k, v) for block in _blocks(qkv, documents, call)], call)
-    apply_sinks(heads(out, call.head_dim), lse, sinks)
+    apply_sinks(heads(out, call.value_dim), lse, sinks)
     return out, lse
 
 
@@ -62,11 +63,11 @@ def _(qkv: Tensor, documents: object, sinks: object, settings: str) -> tuple[Ten
 
 
 def _empty(qkv: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Uninitialised out [T, B, H * D] and lse [B, H, T]."""
+    """Uninitialised out [T, B, H * E] and lse [B, H, T]."""
     tokens, batch, _ = qkv.shape
     num_heads, _ = call.local_heads
     lse = qkv.new_empty(batch, num_heads, tokens, dtype=accumulation_dtype(qkv.dtype))
-    return qkv.new_empty(tokens, batch, num_heads * call.head_dim), lse
+    return qkv.new_empty(tokens, batch, num_heads * call.value_dim), lse
 
 
 @torch.library.custom_op("ds_ulysses::local_attention_backward", mutates_args=())
@@ -75,8 +76,8 @@ def _local_attention_backward(
 ) -> tuple[Tensor, Tensor]:
     (qkv, out, lse), call = saved, decode(settings)
     dqkv = torch.empty_like(qkv) if documents is None else torch.zeros_like(qkv)
-    dout, out = (heads(x, call.head_dim) for x in (dout, out))
-    views, grads = (queries_keys_values(x, call.local_heads, call.head_dim) for x in (qkv, dqkv))
+    dout, out = (heads(x, call.value_dim) for x in (dout, out))
+    views, grads = (queries_keys_values(x, call.local_heads, call.dims) for x in (qkv, dqkv))
     for block in _blocks(qkv, documents, call):
         write_gradients(block, dout, views, (out, lse), grads, call)
     return dqkv, sink_gradients(dout, out, lse, sinks)

@@ -5,12 +5,14 @@ not from neighbour to neighbour, so that it carries only what that rank sees: se
 block that came last, which is still here. And where several ranks of a Ulysses group need the same KV head, keys cross
 the ring once, as sequence shards, and are spread over the group on arrival.
 
-Shapes: B batch, n tokens of a ring rank, S = n / U of this rank, H and K local query and KV heads, D head dim.
+Shapes: B batch, n tokens of a ring rank, S = n / U of this rank, H and K local query and KV heads, D dim of queries and
+keys, E of values.
 
-    q, out       [n, B, H * D]
-    kv           [n, B, 2 * K * D], keys and values side by side; spread keys: [S, B, 2 * (all KV heads) * D]
+    q            [n, B, H * D]
+    out          [n, B, H * E]
+    kv           [n, B, K * (D + E)], keys and values side by side; spread keys: [S, B, (all KV heads) * (D + E)]
     lse          [B, H, n]
-    block        [M, B, 2 * K * D] of the M tokens that are needed; B = 1 if rows hold documents of their own
+    block        [M, B, K * (D + E)] of the M tokens that are needed; B = 1 if rows hold documents of their own
     parked       flat: the last block that came over the ring, kept for the backward
 
 The next block travels while this one is computed, and a gradient while the next one is: two blocks of each are in
@@ -35,8 +37,8 @@ from ds_ulysses.plan import Step, make_plan
 def ring_attention(q: Tensor, kv: Tensor, documents: Tensor | None, sinks: Tensor | None, call: Call) -> Tensor:
     """Attend to the keys of all ring ranks. Differentiable.
 
-    q [n, B, H * D], kv [n, B, 2 * K * D] (or as shards, see above); `documents` and `sinks` as in `local_attention`.
-    Returns [n, B, H * D].
+    q [n, B, H * D], kv [n, B, K * (D + E)] (or as shards, see above); `documents` and `sinks` as in `local_attention`.
+    Returns [n, B, H * E].
     """
     out, _, _ = torch.ops.ds_ulysses.ring_attention(q, kv, documents, sinks, call.encode())
     return out
@@ -54,11 +56,11 @@ def _ring_attention(
     plan, kv = _plan(q, documents, call), kv.contiguous()
     lse, parked = _kept(q, kv, call)
     lse.fill_(float("-inf"))
-    sums = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
-    out, q = heads(sums, call.head_dim), heads(q, call.head_dim)
+    sums = q.new_zeros(_out_shape(q, call), dtype=lse.dtype)
+    out, q = heads(sums, call.value_dim), heads(q, call.head_dim)
     arriving = Ring(plan, kv, parked, packed, call).blocks_forward()
     for step in plan:
-        k, v = keys_and_values(next(arriving), call.head_dim)
+        k, v = keys_and_values(next(arriving), call.dims)
         for block in blocks(step.pairs, call.runs, call, packed, joined=True):
             block_out, block_lse = call.kernel.forward(*block.of_qkv((q, k, v)), block.mask)
             merge(block.of_q(out), block.of_lse(lse), block_out, block_lse)
@@ -69,7 +71,12 @@ def _ring_attention(
 
 @_ring_attention.register_fake
 def _(q: Tensor, kv: Tensor, documents: object, sinks: object, settings: str) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), *_kept(q, kv, decode(settings))
+    call = decode(settings)
+    return q.new_empty(_out_shape(q, call)), *_kept(q, kv, call)
+
+
+def _out_shape(q: Tensor, call: Call) -> tuple[int, int, int]:
+    return q.shape[0], q.shape[1], call.local_heads[0] * call.value_dim
 
 
 def _kept(q: Tensor, kv: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -85,7 +92,7 @@ def _ring_attention_backward(
     q, kv, out, lse, parked = saved
     call, packed = decode(settings), documents is not None
     ring = Ring(_plan(q, documents, call), kv.contiguous(), parked, packed, call)
-    q, out, dout = (heads(x, call.head_dim) for x in (q, out, dout))
+    q, out, dout = heads(q, call.head_dim), heads(out, call.value_dim), heads(dout, call.value_dim)
     dq_sums = torch.zeros_like(saved[0], dtype=lse.dtype, memory_format=torch.contiguous_format)
     dkv_sums = torch.zeros_like(ring.kv, dtype=lse.dtype)
 
@@ -96,7 +103,7 @@ def _ring_attention_backward(
         for step in ring.reverse:
             buffer = next(arriving)
             dbuffer = torch.zeros_like(buffer, dtype=lse.dtype)
-            (k, v), (dk, dv) = (keys_and_values(x, call.head_dim) for x in (buffer, dbuffer))
+            (k, v), (dk, dv) = (keys_and_values(x, call.dims) for x in (buffer, dbuffer))
             for block in blocks(step.pairs, call.runs, call, packed, joined=True):
                 grads = block_gradients(block, dout, (q, k, v), out, lse, call)
                 block.of_q(dq).add_(grads[0])

@@ -21,6 +21,7 @@ from ds_ulysses.attention.blocks import accumulation_dtype, wire_dtype
 from ds_ulysses.attention.call import Call
 from ds_ulysses.collectives import Pending, one_ahead, start_shift
 from ds_ulysses.exchange import place, start_gather, start_scatter
+from ds_ulysses.heads import Range
 from ds_ulysses.ledger import Direction
 from ds_ulysses.plan import Slice, Step, num_tokens
 
@@ -89,7 +90,7 @@ class Ring:
         """From this rank's part of each block, all channels, to all of the block, this rank's channels."""
         if not self.call.spreads_keys:
             return shards
-        at, ranges = self.call.place, self.call.split.channel_ranges(self.call.head_dim)[1:]
+        at, ranges = self.call.place, self._spread_channels()
         return one_ahead(
             start_scatter(self._columns(shard), ranges, step.receive, at.ulysses_rank, at.ulysses_group, direction)
             for step, shard in zip(plan, shards, strict=True)
@@ -100,7 +101,7 @@ class Ring:
         if not self.call.spreads_keys:
             yield from gradients
             return
-        at, ranges = self.call.place, self.call.split.channel_ranges(self.call.head_dim)[1:]
+        at, ranges = self.call.place, self._spread_channels()
 
         def started() -> Iterator[Pending[list[Tensor]]]:
             for step, gradient in zip(self.reverse, gradients, strict=True):
@@ -115,8 +116,12 @@ class Ring:
 
     def _columns(self, shard: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, views."""
-        k, v = shard.split(shard.shape[2] // 2, dim=2)
+        k, v = shard.split([self.call.num_kv_heads * dim for dim in self.call.dims], dim=2)
         return k, v
+
+    def _spread_channels(self) -> list[tuple[Range, ...]]:
+        """Of keys and values: the channels that each rank of the Ulysses group attends with."""
+        return [self.call.split.kv_channels(dim) for dim in self.call.dims]
 
     def _of(self, x: Tensor, piece: Slice) -> Tensor:
         """The tokens of a slice, of its row or of all rows: a view."""

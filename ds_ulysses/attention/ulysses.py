@@ -2,7 +2,8 @@
 
 Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, with q, k and v in one exchange and any head counts.
 
-Shapes: B batch, S local tokens, T = S * P tokens of the whole sequence, H query heads, K KV heads, D head dim.
+Shapes: B batch, S local tokens, T = S * P tokens of the whole sequence, H query heads, K KV heads, D dim
+of queries and keys, E of values.
 """
 
 from __future__ import annotations
@@ -24,31 +25,33 @@ def ulysses_attention(
 ) -> Tensor:
     """Attention over the whole sequence: 1 all-to-all in, 1 out; as many in the backward. Times the head groups.
 
-    q [B, S, H, D], k and v [B, S, K, D], S equal on all ranks; `documents` and `sinks` (those of this rank's heads) as
-    in `local_attention`. Returns [B, S, H, D].
+    q [B, S, H, D], k [B, S, K, D], v [B, S, K, E], S equal on all ranks; `documents` and `sinks` (those of this rank's
+    heads) as in `local_attention`. Returns [B, S, H, E].
     """
     if call.place.head_groups > 1:
         channels = q.flatten(2), k.flatten(2), v.flatten(2)
-        return head_group_attention(channels, documents, sinks, call).unflatten(-1, (call.num_heads, call.head_dim))
+        return head_group_attention(channels, documents, sinks, call).unflatten(-1, (call.num_heads, call.value_dim))
     qkv = scatter_heads(q, k, v, call.split, group)
     out = local_attention(qkv, documents, sinks, call)
-    return gather_heads(out, call.split, call.head_dim, group)
+    return gather_heads(out, call.split, call.value_dim, group)
 
 
 def scatter_heads(q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, group: ProcessGroup) -> Tensor:
-    """[B, S, heads, D] of q, k and v -> [T, B, (H_rank + 2 * K_rank) * D]. Without a group of several: no wire."""
+    """[B, S, heads, dim] of q, k, v -> [T, B, H_rank * D + K_rank * (D + E)]. Without a group of several: no wire."""
     channels = [x.flatten(2) for x in (q, k, v)]
     if split.sp_size == 1:
         return torch.cat(channels, dim=-1).transpose(0, 1)
-    return scatter_channels(channels, split.channel_ranges(q.shape[3]), group)
+    head_dim, value_dim = k.shape[3], v.shape[3]
+    ranges = [split.q_channels(head_dim), split.kv_channels(head_dim), split.kv_channels(value_dim)]
+    return scatter_channels(channels, ranges, group)
 
 
-def gather_heads(out: Tensor, split: HeadSplit, head_dim: int, group: ProcessGroup) -> Tensor:
-    """[T, B, H_rank * D] -> [B, S, H, D]."""
+def gather_heads(out: Tensor, split: HeadSplit, dim: int, group: ProcessGroup) -> Tensor:
+    """[T, B, H_rank * dim] -> [B, S, H, dim]."""
     if split.sp_size == 1:
-        return out.transpose(0, 1).unflatten(-1, (split.num_heads, head_dim))
-    (channels,) = gather_channels(out, split.channel_ranges(head_dim)[:1], group)
-    return channels.unflatten(-1, (split.num_heads, head_dim))
+        return out.transpose(0, 1).unflatten(-1, (split.num_heads, dim))
+    (channels,) = gather_channels(out, [split.q_channels(dim)], group)
+    return channels.unflatten(-1, (split.num_heads, dim))
 
 
 def gather_seq_scatter_heads(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -58,7 +61,7 @@ def gather_seq_scatter_heads(x: Tensor, group: ProcessGroup) -> Tensor:
     all ranks; heads (or hidden) need not divide by P: see `HeadSplit.q_range` for who holds which.
     """
     num_heads, head_dim = (x.shape[2], x.shape[3]) if x.dim() == 4 else (x.shape[1], 1)
-    ranges = split_heads(num_heads, num_heads, dist.get_world_size(group)).channel_ranges(head_dim)[:1]
+    ranges = [split_heads(num_heads, num_heads, dist.get_world_size(group)).q_channels(head_dim)]
     channels = x.flatten(2) if x.dim() == 4 else x[None]
     received = scatter_channels([channels], ranges, group).transpose(0, 1)
     return received.unflatten(-1, (received.shape[-1] // head_dim, head_dim)) if x.dim() == 4 else received[0]
@@ -81,5 +84,5 @@ def gather_heads_scatter_seq(x: Tensor, group: ProcessGroup, num_heads: int | No
             f"not {local}, or {tokens} tokens do not divide by {sp_size}. Give num_heads, and pad the sequence."
         )
     channels = (x.flatten(2) if x.dim() == 4 else x[None]).transpose(0, 1)
-    (out,) = gather_channels(channels, split.channel_ranges(head_dim)[:1], group)
+    (out,) = gather_channels(channels, [split.q_channels(head_dim)], group)
     return out.unflatten(-1, (split.num_heads, head_dim)) if x.dim() == 4 else out[0]

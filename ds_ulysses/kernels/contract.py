@@ -1,8 +1,9 @@
 """What every local attention kernel promises, so that the strategies above need not know which one runs.
 
-Shapes: B batch, Lq and Lk query and key tokens, H query heads, K KV heads (H a multiple of K), D head dim.
+Shapes: B batch, Lq and Lk query and key tokens, H query heads, K KV heads (H a multiple of K), D dim of
+queries and keys, E of values.
 
-    forward   q [B, Lq, H, D], k and v [B, Lk, K, D]  ->  out [B, Lq, H, D], lse [B, H, Lq]
+    forward   q [B, Lq, H, D], k [B, Lk, K, D], v [B, Lk, K, E]  ->  out [B, Lq, H, E], lse [B, H, Lq]
     backward  writes dq, dk, dv into tensors of the shapes of q, k, v
 
 - The last dim of every tensor is contiguous; other dims may have any stride.
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Request:
     device: str
     dtype: torch.dtype
     head_dim: int
+    """The larger one, if values have another than keys."""
     softcap: bool = False
 
 
@@ -57,6 +60,8 @@ class Kernel(ABC):
     name: str
     device: str | None = None
     """The one kind of device it runs on; None: any."""
+    any_value_dim = False
+    """Whether values may have another dim than keys. For the others, the smaller of both is filled with zeros."""
 
     def refusal(self, request: Request) -> str | None:
         """Why this kernel cannot serve the request here, or None if it can."""
@@ -66,25 +71,36 @@ class Kernel(ABC):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return out and lse."""
-        if q.numel() and k.numel():
+        if not q.numel() or not k.numel():
+            lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+            lse_dtype = torch.promote_types(q.dtype, torch.float32)
+            return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(lse_shape, float("-inf"), dtype=lse_dtype)
+        if self._fits(q, v):
             return self._forward(q, k, v, mask)
-        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-        lse_dtype = torch.promote_types(q.dtype, torch.float32)
-        return q.new_zeros(q.shape), q.new_full(lse_shape, float("-inf"), dtype=lse_dtype)
+        filled = _same_dim(q, k, v)
+        out, lse = self._forward(filled[0], filled[1], filled[2], mask)
+        return out[..., : v.shape[3]], lse
 
     def backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None:
         """Write the gradients of q, k and v into `grads`."""
-        if qkv[0].numel() and qkv[1].numel():
+        if qkv[0].numel() and qkv[1].numel() and self._fits(qkv[0], qkv[2]):
             self._backward(dout, qkv, out, lse, mask, grads)
         else:
-            for grad in grads:
-                grad.zero_()
+            for grad, value in zip(grads, self.gradients(dout, qkv, out, lse, mask), strict=True):
+                grad.copy_(value)
 
     def gradients(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask) -> Triple:
         """As `backward`, in tensors of their own: for those who add them up."""
-        if qkv[0].numel() and qkv[1].numel():
+        if not qkv[0].numel() or not qkv[1].numel():
+            return tuple(map(torch.zeros_like, qkv))  # type: ignore[return-value]
+        if self._fits(qkv[0], qkv[2]):
             return self._gradients(dout, qkv, out, lse, mask)
-        return tuple(map(torch.zeros_like, qkv))  # type: ignore[return-value]
+        dout, out, *filled = _same_dim(dout, out, *qkv)
+        dq, dk, dv = self._gradients(dout, (filled[0], filled[1], filled[2]), out, lse, mask)
+        return dq[..., : qkv[0].shape[3]], dk[..., : qkv[1].shape[3]], dv[..., : qkv[2].shape[3]]
+
+    def _fits(self, q: Tensor, v: Tensor) -> bool:
+        return self.any_value_dim or q.shape[3] == v.shape[3]
 
     def _gradients(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask) -> Triple:
         grads = tuple(map(torch.empty_like, qkv))
@@ -99,6 +115,12 @@ class Kernel(ABC):
 
     @abstractmethod
     def _backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None: ...
+
+
+def _same_dim(*tensors: Tensor) -> list[Tensor]:
+    """Fill up the last dim with zeros, which change neither scores nor the values in front of them."""
+    dim = max(x.shape[3] for x in tensors)
+    return [pad(x, (0, dim - x.shape[3])) for x in tensors]
 
 
 class FunctionalKernel(Kernel):

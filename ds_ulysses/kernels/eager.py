@@ -1,6 +1,6 @@
 """Attention written out: any device, dtype, window and softcap. Slow and O(Lq * Lk) in memory.
 
-Letters: B batch, q and k tokens, K KV heads, G query heads per KV head, D head dim.
+Letters: B batch, q and k tokens, K KV heads, G query heads per KV head, D dim of queries and keys, E of values.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from ds_ulysses.kernels.contract import FunctionalKernel, Mask, Request, Triple,
 
 class EagerKernel(FunctionalKernel):
     name = "eager"
+    any_value_dim = True
 
     def _refusal(self, request: Request) -> str | None:
         return None
@@ -20,7 +21,7 @@ class EagerKernel(FunctionalKernel):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         scores, _ = _scores(q, k, mask)
         lse = torch.logsumexp(scores, dim=-1)
-        out = torch.einsum("BKGqk,BkKD->BqKGD", _probabilities(scores, lse).to(v.dtype), v)
+        out = torch.einsum("BKGqk,BkKE->BqKGE", _probabilities(scores, lse).to(v.dtype), v)
         return out.flatten(2, 3), lse.flatten(1, 2)
 
     def _gradients(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask) -> Triple:
@@ -30,14 +31,14 @@ class EagerKernel(FunctionalKernel):
         lse, dout, out = lse.unflatten(1, groups), dout.unflatten(2, groups), out.unflatten(2, groups)
         probabilities = _probabilities(scores, lse)
         delta = (dout.to(scores.dtype) * out).sum(-1).permute(0, 2, 3, 1)  # BKGq
-        dprobabilities = torch.einsum("BqKGD,BkKD->BKGqk", dout, v).to(scores.dtype)
+        dprobabilities = torch.einsum("BqKGE,BkKE->BKGqk", dout, v).to(scores.dtype)
         dscores = probabilities * (dprobabilities - delta[..., None])
         if tanh is not None:
             dscores = dscores * (1 - tanh * tanh)
         dscores = (dscores * mask.scale).to(q.dtype)
         dq = torch.einsum("BKGqk,BkKD->BqKGD", dscores, k).flatten(2, 3)
         dk = torch.einsum("BKGqk,BqKGD->BkKD", dscores, q.unflatten(2, groups))
-        return dq, dk, torch.einsum("BKGqk,BqKGD->BkKD", probabilities.to(dout.dtype), dout)
+        return dq, dk, torch.einsum("BKGqk,BqKGE->BkKE", probabilities.to(dout.dtype), dout)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor | None]:

@@ -172,7 +172,7 @@ FAULTS: list[tuple[dict[str, Any], list[str], str]] = [
     (
         {},
         ["--model_name_or_path", "REFUSED"],
-        "cohere model cannot be trained with sequence parallelism: it has not been tested",
+        "bamba model cannot be trained with sequence parallelism: layer 0 is linear_attention",
     ),
     ({}, ["--deepspeed", "BAD_JSON"], "is not valid JSON"),
 ]
@@ -182,9 +182,9 @@ FAULTS: list[tuple[dict[str, Any], list[str], str]] = [
 def test_bad_input_ends_on_every_rank_with_one_message(
     inputs: dict[str, str], tmp_path: Path, config: dict[str, Any], flags: list[str], message: str
 ) -> None:
-    from transformers import CohereConfig
+    from transformers import BambaConfig
 
-    CohereConfig().save_pretrained(tmp_path / "refused")
+    BambaConfig().save_pretrained(tmp_path / "refused")
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "ds.json").write_text(json.dumps({"sequence_parallel_size": 2} | config))
     places = {"REFUSED": str(tmp_path / "refused"), "BAD_JSON": str(tmp_path / "bad.json")}

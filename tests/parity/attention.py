@@ -48,6 +48,7 @@ class Case:
     kernel: str = "auto"
     right: int = 0
     sinks: bool = False
+    value_dim: int | None = None
     way: Way = ULYSSES
 
 
@@ -61,10 +62,8 @@ def tensors(case: Case) -> list[Tensor]:
     """q, k, v and dout of the whole sequence, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     tokens = case.tokens * dist.get_world_size()
-    heads = (case.heads[0], case.heads[1], case.heads[1], case.heads[0])
-    q, k, v, dout = (
-        torch.randn(case.batch, tokens, h, case.head_dim, generator=generator, dtype=torch.double) for h in heads
-    )
+    shapes = [(h, d) for d in (case.head_dim, case.value_dim or case.head_dim) for h in case.heads]
+    q, k, dout, v = (torch.randn(case.batch, tokens, *s, generator=generator, dtype=torch.double) for s in shapes)
     return [case.logits * q, case.logits * k, v, dout]
 
 
@@ -132,6 +131,14 @@ def check(*cases: Case) -> None:
         documents = None if case.documents is None else pack_documents(case.documents)
         mask, tokens = mask_of(case), case.tokens * world
         shape = AttentionShape(
-            *case.heads, case.head_dim, tokens, torch.double, case.batch, mask.left, mask.right, documents
+            *case.heads,
+            case.head_dim,
+            tokens,
+            torch.double,
+            case.batch,
+            mask.left,
+            mask.right,
+            documents,
+            case.value_dim,
         )
         assert Counter(book.entries) == Counter(predict(shape, topology.mesh, rank)), case

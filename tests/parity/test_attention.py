@@ -106,7 +106,7 @@ def check_refusals() -> None:
     x = torch.zeros(1, 4, 4, 8)
     with pytest.raises(ValueError, match="scatter_idx=1, gather_idx=2"):
         DistributedAttention(scatter_idx=1, gather_idx=2)
-    for bad in ((x[0], x, x), (x, x[:, :2], x[:, :2]), (x, x, x[..., :4]), (x, x[:, :, :2], x)):
+    for bad in ((x[0], x, x), (x, x[:, :2], x[:, :2]), (x, x[..., :4], x), (x, x, x[:, :, :2]), (x, x[:, :, :2], x)):
         with pytest.raises(ValueError, match="expected .batch, tokens, heads, head_dim."):
             DistributedAttention()(*bad)
     with pytest.raises(ValueError, match="4 query heads over 3 KV heads"):

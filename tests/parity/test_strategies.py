@@ -54,6 +54,10 @@ def grid(world: int, way: Way) -> list[Case]:
             cases += [Case(HEADS[name], 2, TOKENS, 4, right=-1, documents=found, way=way)]
     cases += [Case(HEADS["G2"], 1, TOKENS, 4, documents=((0, 3, tokens - 1),), way=way)]
     cases += [Case(HEADS["G2"], 1, n, 4, way=way) for n in (1, 2, 3, 7)]
+    for value_dim in (2, 6):  # MLA: smaller than that of keys
+        wide = [Case(HEADS[name], 2, 6, 4, value_dim=value_dim, way=way) for name in ("G2", "uneven", "MQA")]
+        cases += [*wide, replace(wide[0], documents=((0, 1, 6), (1, 0, 3))), replace(wide[1], sinks=True, window=3)]
+        cases += [replace(wide[0], kernel="eager"), replace(wide[0], right=-1)]
     cases += [
         Case(HEADS["G4"], 2, TOKENS, 4, logits=20.0, way=way),
         Case(HEADS["G2"], 1, TOKENS, 4, scale=0.9, way=way),

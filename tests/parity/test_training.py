@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from ds_ulysses.support import EXACT_MODEL_TYPES
 from tests.distributed import run_ranks
-from tests.models import ARCHITECTURES
-from tests.parity.training import Step, at_every_stage, check_all, check_batch_and_accumulation, uniform
+from tests.models import ARCHITECTURES, collate, random_samples, tiny_model
+from tests.parity.training import (
+    Step,
+    at_every_stage,
+    backward,
+    check_all,
+    check_batch_and_accumulation,
+    gradients,
+    start,
+    uniform,
+)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -21,15 +29,46 @@ def test_other_architectures_at_every_stage(model: str) -> None:
     run_ranks(check_all, 4, at_every_stage(Step(2, 0, uniform(2, 2, 1), model=model)))
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES)
-def test_architectures(model: str) -> None:
-    """With padding, and more ranks than KV heads."""
-    changes = ARCHITECTURES[model]
-    run_ranks(check_all, 4, [Step(4, 2, (((16, 9),),), model=model, model_changes=changes)])
+UNEVEN = (((16, 9), (5, 12)), ((11, 3), (16, 16)))
+"""Two micro-batches of two replicas."""
 
 
-def test_every_architecture_that_is_called_exact_is_tested() -> None:
-    assert set(ARCHITECTURES) == set(EXACT_MODEL_TYPES)
+@pytest.mark.parametrize("model", ["gemma2", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_peculiar_architectures_at_every_stage(model: str) -> None:
+    """Padded, accumulated and replicated: the balancing loss of experts is that of all real tokens of a micro-batch."""
+    run_ranks(check_all, 4, at_every_stage(Step(2, 0, UNEVEN, model=model, model_changes=ARCHITECTURES[model])))
+
+
+def test_bidirectional_attention_does_not_see_padding() -> None:
+    run_ranks(check_all, 2, [Step(2, 1, (((15, 9),),), model_changes={"is_causal": False})])
+
+
+def test_experts_with_recomputation() -> None:
+    step = Step(2, 0, uniform(1, 2, 2), model="mixtral", model_changes=ARCHITECTURES["mixtral"], checkpointing=False)
+    run_ranks(check_all, 2, at_every_stage(step))
+
+
+def check_hidden_router() -> None:
+    model = tiny_model("mixtral", **ARCHITECTURES["mixtral"])
+    engine = start(Step(2, 2, uniform(1, 1, 1), checkpointing=True), model)
+    with pytest.raises(ValueError, match="balancing loss of the experts would have no gradient"):
+        backward(engine, [[collate(random_samples([16]))]])
+
+
+def test_experts_whose_router_would_get_no_gradient_are_refused() -> None:
+    run_ranks(check_hidden_router, 2)
+
+
+def check_no_target() -> None:
+    """Nothing supervised anywhere: loss and gradients are 0, the balancing loss's too."""
+    model = tiny_model("mixtral", **ARCHITECTURES["mixtral"])
+    engine = start(Step(2, 2, uniform(1, 1, 1), model="mixtral"), model)
+    assert backward(engine, [[collate(random_samples([16], prompt=1.0))]]) == [0.0]
+    assert all(not gradient.any() for gradient in gradients(engine).values())
+
+
+def test_experts_without_a_target() -> None:
+    run_ranks(check_no_target, 2)
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "auto"])
@@ -49,8 +88,7 @@ def test_any_length(sp: int) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(side: str) -> None:
-    lengths = (((16, 9), (5, 12)), ((11, 3), (16, 16)))
-    run_ranks(check_all, 4, at_every_stage(Step(2, 0, lengths, side=side)))
+    run_ranks(check_all, 4, at_every_stage(Step(2, 0, UNEVEN, side=side)))
 
 
 def test_replicas_and_micro_batches_of_unequal_length() -> None:

@@ -26,11 +26,13 @@ class Outer(nn.Module):
         return self.model(**batch)
 
 
-def lora(model: nn.Module) -> nn.Module:
+def lora(model: nn.Module, **options: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    wrapped = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+    )
     return wrapped.train()
 
 

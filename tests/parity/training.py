@@ -114,8 +114,8 @@ def check(step: Step) -> None:
     """On every rank: loss, gradients, gradient norm and weights after one SGD step equal the oracle's."""
     model = tiny_model(step.model, **step.model_changes)
     samples = step.samples()
-    everything = [sample for micro in samples for replica in micro for sample in replica]
-    loss, expected = oracle.train_step(model, everything)
+    micro_batches = [[sample for replica in micro for sample in replica] for micro in samples]
+    loss, expected = oracle.train_step(model, *micro_batches)
     before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
 
     engine = start(step, model)

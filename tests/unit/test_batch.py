@@ -75,7 +75,7 @@ def test_packed_documents(lengths: list[int], sizes: tuple[int, int], layout: st
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     joined = whole(batch, *sizes, layout)
     assert targets(joined) == sorted((int(s.ids[i]), int(s.ids[i + 1])) for s in samples for i in range(len(s.ids) - 1))
-    if len(lengths) > 1:
+    if len(lengths) > 1 or sum(lengths) % sizes[0]:
         ends = torch.tensor(lengths).cumsum(0).tolist()
         assert joined["documents"].tolist() == [[0, end - n, end] for end, n in zip(ends, lengths, strict=True)]
     else:

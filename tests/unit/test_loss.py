@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_ulysses.loss import IGNORE_INDEX, StepNormalizer, tiled_cross_entropy
+from ds_ulysses.loss import IGNORE_INDEX, LogitsTransform, StepNormalizer, tiled_cross_entropy
 
 
 def problem(num_targets_per_tile: list[int], tile: int, dtype: torch.dtype = torch.double) -> list[Tensor]:
@@ -35,6 +35,19 @@ def test_equals_cross_entropy_with_an_upstream_gradient(counts: list[int], tile_
     )
     expected = torch.autograd.grad(3.0 * right, [hidden, weight])
     torch.testing.assert_close(loss, right, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("transform", [LogitsTransform(0.3), LogitsTransform(1.0, 0.7), LogitsTransform(2.0, 1.5)])
+def test_scaled_and_capped_logits(transform: LogitsTransform) -> None:
+    hidden, weight, targets = problem([0, 1, 4, 4], 4)
+    loss = tiled_cross_entropy(hidden, weight, targets, 3, transform)
+    logits = transform.scale * (hidden @ weight.T).flatten(0, 1)
+    if transform.cap:
+        logits = transform.cap * torch.tanh(logits / transform.cap)
+    right = cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    torch.testing.assert_close(loss, right, rtol=1e-12, atol=1e-12)
+    found, expected = (torch.autograd.grad(3.0 * x, [hidden, weight]) for x in (loss, right))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
