@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import deepspeed.ops
 import torch
@@ -35,6 +36,11 @@ def init_distributed() -> None:
     elif not dist.is_initialized():
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
+
+
+def patient_group(limit: timedelta) -> ProcessGroup:
+    """All ranks, on the CPU: to wait longer than a collective of training may take. Collective."""
+    return dist.new_group(backend="gloo", timeout=limit)
 
 
 def _ranks_per_node(world_size: int) -> int:

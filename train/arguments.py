@@ -18,15 +18,23 @@ class SftArguments:
     """Supervised fine-tuning on sequences that are split over ranks."""
 
     model_name_or_path: str = field(default="", metadata={"help": "Model folder or hub name. Required."})
-    dataset: str = field(
-        default="",
+    dataset: list[str] = field(
+        default_factory=list,
         metadata={
             "aliases": ["--dataset_name"],
-            "help": "A .jsonl, .json or .parquet file, or a dataset name, with `messages`, or `prompt` and "
+            "help": "One or more .jsonl, .json or .parquet files, or dataset names, with `messages`, or `prompt` and "
             "`completion`. Required.",
         },
     )
     dataset_split: str = field(default="train", metadata={"help": "Split of a dataset that is given by name."})
+    dataset_weights: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "How often each dataset is drawn from, until all have been used up once, those that end earlier "
+            "more often. Default: each sample once."
+        },
+    )
+    streaming: bool = field(default=False, metadata={"help": "Read and tokenise as needed; needs --max_steps."})
     deepspeed: str = field(default="", metadata={"help": 'DeepSpeed JSON; "auto" values are filled in. Required.'})
     output_dir: str = field(default="", metadata={"help": "Where the log and the model go. Required."})
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Go on if output_dir holds files already."})
@@ -34,7 +42,17 @@ class SftArguments:
         default=None,
         metadata={"help": 'Ranks that share a sequence, where the JSON says "auto". Default: all ranks.'},
     )
-    max_length: int = field(default=1024, metadata={"help": "Tokens of a sample; longer ones are cut."})
+    max_length: int = field(default=1024, metadata={"help": "Tokens of a sample, or a pack; longer samples are cut."})
+    packing: bool = field(
+        default=False,
+        metadata={
+            "help": "Put several samples in a row of up to max_length tokens; none sees another. Batch sizes "
+            "then count rows."
+        },
+    )
+    padding_free: bool = field(
+        default=False, metadata={"help": "Put the samples of a micro-batch in one row instead of padding them."}
+    )
     per_device_train_batch_size: int = field(
         default=1, metadata={"help": "Samples of a micro-batch, per group of ranks that share a sequence."}
     )
@@ -52,6 +70,14 @@ class SftArguments:
     bf16: bool | None = field(
         default=None, metadata={"help": 'Compute in bf16, where the JSON says "auto". Default: on a GPU, yes.'}
     )
+    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter; the model's own weights stay."})
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter."})
+    lora_alpha: int = field(default=32, metadata={"help": "Its weight, times rank."})
+    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout in front of it."})
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "Names of the layers that get one, or all-linear. Default: what peft takes for the model."},
+    )
     gradient_checkpointing: bool = field(default=True, metadata={"help": "Recompute activations in the backward."})
     seed: int = field(default=42, metadata={"help": "Of the order of samples; the same for every number of ranks."})
     dry_run: bool = field(default=False, metadata={"help": "Print what would be done, then stop."})
@@ -64,12 +90,24 @@ class SftArguments:
         for name in ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}, but it must be at least 1.")
+        self._check_data()
         if self.max_length < 2:
             raise ValueError("--max_length is 1, but a sample needs a token to predict from and one to predict.")
         if self.lr_scheduler_type not in (names := [schedule.value for schedule in SchedulerType]):
             raise ValueError(f"--lr_scheduler_type is {self.lr_scheduler_type!r}. Choose one of: {', '.join(names)}.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ValueError("--max_steps 0 or --num_train_epochs 0 would train nothing.")
+
+    def _check_data(self) -> None:
+        weights = self.dataset_weights
+        if weights is not None and (len(weights) != len(self.dataset) or min(weights) <= 0):
+            raise ValueError(
+                f"--dataset_weights has {len(weights)} values for {len(self.dataset)} datasets: give each one above 0."
+            )
+        if self.streaming and self.max_steps < 1:
+            raise ValueError("--streaming needs --max_steps: how long an epoch is, is not known beforehand.")
+        if self.use_peft and self.lora_r < 1:
+            raise ValueError(f"--lora_r is {self.lora_r}, but it must be at least 1.")
 
 
 def parse_arguments(argv: list[str] | None = None) -> SftArguments:
@@ -97,4 +135,5 @@ def _recipe_flags(path: Path) -> list[str]:
         raise ValueError(f"The recipe {path} must hold `name: value` lines.")
     if unknown := sorted(set(recipe) - {f.name for f in fields(SftArguments)}):
         raise ValueError(f"The recipe {path} has unknown arguments: {', '.join(unknown)}.")
-    return [part for name, value in recipe.items() for part in (f"--{name}", str(value))]
+    values = {name: value if isinstance(value, list) else [value] for name, value in recipe.items()}
+    return [part for name, parts in values.items() for part in (f"--{name}", *map(str, parts))]

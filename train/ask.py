@@ -1,4 +1,4 @@
-"""Ask a chat model that was saved by `sft.py`, with nothing but transformers.
+"""Ask a chat model or an adapter that was saved by `sft.py`, with nothing but transformers and peft.
 
 python -m train.ask MODEL_DIR "A question"
 """
@@ -6,13 +6,17 @@ python -m train.ask MODEL_DIR "A question"
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def answer(folder: str, question: str, max_new_tokens: int = 80) -> str:
     """The most likely answer, cut at `max_new_tokens`."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    has_adapter = (Path(folder) / "adapter_config.json").exists()
+    model = (AutoPeftModelForCausalLM if has_adapter else AutoModelForCausalLM).from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

@@ -1,46 +1,61 @@
-"""Samples, and the order in which they are trained on.
-
-The order is a function of the seed and the epoch alone. An optimizer step takes the next micro * accumulation * dp
-samples, whatever the number of ranks that share a sequence. Where the last step of an epoch runs short, rows
-without a target fill it: they weigh nothing, so no sample is repeated or dropped, and all ranks step alike.
-"""
+"""Samples: from files or datasets by name, read at once or as a stream, mixed, tokenised, and put into batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets, load_dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from ds_ulysses.deepspeed_json import BatchSizes
 from ds_ulysses.loss import IGNORE_INDEX
-from train.chat import tokenize_chat
+from train.chat import Sample, tokenize_chat
+from train.steps import Document
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+SHUFFLE_BUFFER = 1000
+"""Samples of a stream among which the next one is drawn."""
+EMPTY: Sample = {"input_ids": [0], "labels": [IGNORE_INDEX]}
+"""In place of a micro-batch without a sample: a token that weighs nothing."""
 
 
-def load_rows(name: str, split: str) -> Dataset:
+def load_rows(name: str, split: str, streaming: bool = False) -> Any:
     """Rows of a JSONL, JSON or parquet file, or of a dataset by name. Raises `ValueError`."""
     path = Path(name)
-    if path.suffix in FORMATS:
-        if not path.is_file():
-            raise ValueError(f"There is no dataset file {name}.")
-        try:
-            return load_dataset(FORMATS[path.suffix], data_files=str(path), split="train")
-        except Exception as error:  # datasets wraps a parser's complaint in a class of its own for each
-            raise ValueError(f"Cannot read the dataset {name}: {error.__cause__ or error}") from error
     try:
-        return load_dataset(name, split=split)
-    except Exception as error:
+        if path.suffix not in FORMATS:
+            rows = load_dataset(name, split=split, streaming=streaming)
+        elif path.is_file():
+            rows = load_dataset(FORMATS[path.suffix], data_files=str(path), split="train", streaming=streaming)
+        else:
+            raise ValueError("there is no such file")
+        if next(iter(rows), None) is None:
+            raise ValueError("it has no row")
+    except Exception as error:  # datasets wraps a parser's complaint in a class of its own for each
         raise ValueError(
-            f"Cannot load the dataset {name!r}, split {split!r}: {error}. Files end in {', '.join(FORMATS)}."
+            f"Cannot read the dataset {name!r}, split {split!r}: {error.__cause__ or error}. Files end in "
+            f"{', '.join(FORMATS)}."
         ) from error
+    return rows
+
+
+def tokenize(rows: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
+    """Rows of `input_ids`, `labels`, `length`, `num_targets` and whether they were `cut`; lazily, if it is a stream."""
+
+    def tokenized(row: dict[str, Any]) -> dict[str, Any]:
+        sample = tokenize_chat(row, tokenizer, max_length + 1)
+        cut = len(sample["input_ids"]) > max_length
+        sample = {key: values[:max_length] for key, values in sample.items()}
+        num_targets = sum(label != IGNORE_INDEX for label in sample["labels"][1:])
+        return {**sample, "length": len(sample["input_ids"]), "num_targets": num_targets, "cut": cut}
+
+    names = rows.column_names or list(next(iter(rows)))  # a stream may not know its columns yet
+    return rows.map(tokenized, remove_columns=names)
 
 
 @dataclass
@@ -49,9 +64,9 @@ class Samples:
 
     rows: Dataset
     lengths: Tensor
-    """Tokens of each sample, and a 0 at the end for index -1."""
+    """Tokens of each sample."""
     num_targets: Tensor
-    """Supervised tokens, alike."""
+    """Supervised tokens of each."""
     num_cut: int
     num_skipped: int
     """Rows without a supervised token, which teach nothing."""
@@ -59,63 +74,69 @@ class Samples:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def documents(self, epoch: int, seed: int) -> Iterator[Document]:
+        """All samples, in an order that depends on the seed and the epoch alone."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed + epoch))
+        facts = self.lengths[order].tolist(), self.num_targets[order].tolist()
+        return map(Document, order.tolist(), *facts)
 
-def load_samples(rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Samples:
-    """Tokenise, cut and count. Raises `ValueError` if no row has a supervised token."""
-
-    def tokenize(row: dict[str, Any]) -> dict[str, Any]:
-        sample = tokenize_chat(row, tokenizer, max_length + 1)
-        cut = len(sample["input_ids"]) > max_length
-        sample = {key: values[:max_length] for key, values in sample.items()}
-        num_targets = sum(label != IGNORE_INDEX for label in sample["labels"][1:])
-        return {**sample, "length": len(sample["input_ids"]), "num_targets": num_targets, "cut": cut}
-
-    tokenized = rows.map(tokenize, remove_columns=rows.column_names, desc=None)
-    kept = tokenized.filter(lambda row: row["num_targets"] > 0)
-    if len(kept) == 0:
-        raise ValueError(
-            f"None of the {len(rows)} rows has a supervised token within {max_length} tokens: nothing would be learnt. "
-            f"Raise --max_length, or check that the assistant says something."
-        )
-    lengths, num_targets = (torch.tensor([*kept[column], 0]) for column in ("length", "num_targets"))
-    return Samples(kept, lengths, num_targets, sum(tokenized["cut"]), len(rows) - len(kept))
+    def fetch(self, document: Document) -> Sample:
+        row: Sample = self.rows[document.id]
+        return row
 
 
 @dataclass
-class StepPlan:
-    """Which samples an optimizer step takes: indices [accumulation][dp][micro], -1 for a row without a sample."""
+class Stream:
+    """Samples that are read and tokenised as they are needed, by every rank alike."""
 
-    epoch: float
-    indices: Tensor
+    rows: IterableDataset
 
+    def documents(self, epoch: int, seed: int) -> Iterator[Document]:
+        """Samples with a supervised token, shuffled as they come; an order of the seed and the epoch alone."""
+        rows = self.rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        rows.set_epoch(epoch)
+        for index, row in enumerate(rows):
+            if row["num_targets"] > 0:
+                yield Document(index, row["length"], row["num_targets"], {key: row[key] for key in EMPTY})
 
-def plan_steps(num_samples: int, sizes: BatchSizes, dp_size: int, seed: int) -> Iterator[StepPlan]:
-    """Epoch after epoch without end. `epoch` counts passes, the step included."""
-    epoch = 0
-    while True:
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
-        for done, step in enumerate(order.split(sizes.train), start=1):
-            filled = torch.full((sizes.train,), -1)
-            filled[: len(step)] = step
-            passed = epoch + min(done * sizes.train, num_samples) / num_samples
-            yield StepPlan(passed, filled.view(sizes.accumulation, dp_size, sizes.micro))
-        epoch += 1
+    def fetch(self, document: Document) -> Sample:
+        tokens: Sample = document.tokens
+        return tokens
 
 
-def steps_per_epoch(num_samples: int, sizes: BatchSizes) -> int:
-    """Optimizer steps of one pass; the last one may be short."""
-    return -(-num_samples // sizes.train)
+def mix(parts: Sequence[Any], weights: Sequence[float] | None, seed: int) -> Any:
+    """Several as one: one after another, or drawn by weight until each has been used up once."""
+    if weights is None:
+        return concatenate_datasets(list(parts)) if len(parts) > 1 else parts[0]
+    probabilities = [weight / sum(weights) for weight in weights]
+    return interleave_datasets(list(parts), probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted")
 
 
-def collate(rows: Dataset, indices: Tensor) -> dict[str, Tensor]:
-    """One micro-batch of one replica, padded on the right; -1 gives a row of one token without a target."""
-    samples = [rows[i] if i >= 0 else {"input_ids": [0], "labels": [IGNORE_INDEX]} for i in indices.tolist()]
+def count(tokenized: Dataset, max_length: int) -> Samples:
+    """Leave out what teaches nothing. Raises `ValueError` if that is everything."""
+    kept = tokenized.filter(lambda row: row["num_targets"] > 0)
+    if len(kept) == 0:
+        raise ValueError(
+            f"None of the {len(tokenized)} rows has a supervised token within {max_length} tokens: nothing would be "
+            f"learnt. Raise --max_length, or check that the assistant says something."
+        )
+    lengths, num_targets = (torch.tensor(kept[column][:]) for column in ("length", "num_targets"))
+    return Samples(kept, lengths, num_targets, sum(tokenized["cut"][:]), len(tokenized) - len(kept))
 
-    def padded(values: list[list[int]], fill: int) -> Tensor:
-        return pad_sequence([torch.tensor(v) for v in values], batch_first=True, padding_value=fill)
 
+def collate(samples: Sequence[Sample], flat: bool) -> dict[str, Tensor]:
+    """One micro-batch of one replica: rows padded on the right, or all in one row, told apart by their positions."""
+    samples = samples or [EMPTY]
+    if flat:
+        ids, labels = (torch.tensor([x for sample in samples for x in sample[key]])[None] for key in EMPTY)
+        positions = torch.cat([torch.arange(len(sample["input_ids"])) for sample in samples])[None]
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
     return {
-        "input_ids": padded([s["input_ids"] for s in samples], 0),
-        "labels": padded([s["labels"] for s in samples], IGNORE_INDEX),
-        "attention_mask": padded([[1] * len(s["input_ids"]) for s in samples], 0),
+        "input_ids": _padded((s["input_ids"] for s in samples), 0),
+        "labels": _padded((s["labels"] for s in samples), IGNORE_INDEX),
+        "attention_mask": _padded(([1] * len(s["input_ids"]) for s in samples), 0),
     }
+
+
+def _padded(rows: Iterable[list[int]], fill: int) -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)

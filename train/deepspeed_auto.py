@@ -6,6 +6,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
+from ds_ulysses.config import BLOCK
 from ds_ulysses.deepspeed_json import get_nested, zero_stage
 from train.arguments import SftArguments
 
@@ -18,6 +19,8 @@ def fill_from_arguments(config: dict[str, Any], arguments: SftArguments, world_s
     Raises `ValueError` that lists every value which the JSON and the arguments give differently.
     """
     _make_room(config, arguments)
+    if arguments.packing:  # what "auto" then takes for the strategy
+        config.setdefault(BLOCK, {}).setdefault("packed", True)
     if config.get("sequence_parallel_size") == AUTO:
         config["sequence_parallel_size"] = arguments.sequence_parallel_size or world_size
     differing = [

@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from train.survey import Survey
+
 FILE_NAME = "train_log.jsonl"
 
 
@@ -24,12 +26,17 @@ class TrainingLog:
         self._file = (output_dir / FILE_NAME).open("w", encoding="utf-8") if writes else None
         self._begun = time.monotonic()
 
-    def step(self, tokens: int, **values: float | None) -> None:
-        """Log one optimizer step. `tokens` counts real tokens of all replicas; the rate is since the last call."""
+    def step(self, batches: Survey, **values: float | None) -> None:
+        """Log one optimizer step, of which `batches` counts real tokens of all replicas; the rate is since the last."""
         now = time.monotonic()
         seconds, self._begun = now - self._begun, now
-        self.num_tokens += tokens
-        entry = values | {"tokens_per_second": tokens / seconds, "num_tokens": self.num_tokens}
+        self.num_tokens += batches.real_tokens
+        entry = values | {
+            "tokens_per_second": batches.real_tokens / seconds,
+            "num_tokens": self.num_tokens,
+            "padding": batches.padding,
+            "imbalance": batches.imbalance,
+        }
         if self._file is not None:
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()

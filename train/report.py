@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
-from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, zero_stage
+from ds_ulysses.deepspeed_json import compute_dtype, zero_stage
 from ds_ulysses.engine import choose_kernel
 from ds_ulysses.heads import HeadSplit
 from ds_ulysses.plan import Geometry, make_plan
 from ds_ulysses.predict import AttentionShape, predict
 from ds_ulysses.support import head_counts, head_dims
 from ds_ulysses.topology import Topology
-from train.data import Samples, plan_steps, steps_per_epoch
+from train.data import Samples, Stream
+from train.steps import Batching
+from train.survey import Survey, survey_epoch
 
 
 def start_report(
-    topology: Topology, config: dict[str, Any], model_config: Any, samples: Samples, sizes: BatchSizes, seed: int
+    topology: Topology, config: dict[str, Any], model_config: Any, samples: Samples | Stream, batching: Batching
 ) -> str:
-    """Mesh, batch, padding, heads, kernel, communication and the DeepSpeed settings in force, for people."""
+    """Mesh, batch, padding, balance, heads, kernel, communication and the DeepSpeed settings in force, for people."""
+    survey = None
+    if isinstance(samples, Samples):
+        survey = survey_epoch(samples.documents, len(samples), batching, topology.sp_size)
+    longest = survey.longest if survey else _longest(batching, topology.sp_size)
     sections = {
         "mesh": _mesh(topology, config),
-        "batch": f"{sizes.train} samples per optimizer step = {sizes.micro} per micro-batch x {sizes.accumulation} "
-        f"accumulated x data-parallel {topology.dp_size}; {steps_per_epoch(len(samples), sizes)} steps per epoch",
-        "data": f"{len(samples)} samples, {int(samples.lengths.sum()):,} tokens, {int(samples.num_targets.sum()):,} of "
-        f"them supervised; {samples.num_cut} cut to the maximum length, {samples.num_skipped} skipped because no "
-        f"supervised token is left",
-        "padding": _padding(topology, samples, sizes, seed),
-        "strategy": _strategy(topology, samples),
+        "batch": _batch(batching, survey),
+        "data": _data(samples),
+        "padding": _padding(survey),
+        "balance": _balance(batching, survey),
+        "strategy": _strategy(topology, longest),
         "heads": _heads(topology, model_config),
         "kernel": _kernel(topology, config, model_config),
-        "exchange": _communication(topology, config, model_config, samples, sizes),
+        "exchange": _communication(topology, config, model_config, batching, longest),
         "deepspeed": json.dumps(config, sort_keys=True),
     }
     return "\n".join(f"{name:>10}  {text}" for name, text in sections.items())
@@ -44,29 +47,60 @@ def _mesh(topology: Topology, config: dict[str, Any]) -> str:
     )
 
 
-def _padding(topology: Topology, samples: Samples, sizes: BatchSizes, seed: int) -> str:
-    """Over the first epoch, as it will be batched: rows of a micro-batch are padded to the longest of them."""
-    steps = itertools.islice(
-        plan_steps(len(samples), sizes, topology.dp_size, seed), steps_per_epoch(len(samples), sizes)
+def _batch(batching: Batching, survey: Survey | None) -> str:
+    sizes = batching.sizes
+    unit = f"packs of up to {batching.max_length:,} tokens" if batching.packing else "samples"
+    steps = f"{survey.num_steps} steps per epoch" if survey else "epochs without a known end"
+    return (
+        f"{sizes.train} {unit} per optimizer step = {sizes.micro} per micro-batch x {sizes.accumulation} accumulated x "
+        f"data-parallel {batching.dp_size}; {steps}"
     )
-    real = padded = 0
-    for step in steps:
-        lengths = samples.lengths[step.indices]
-        longest = lengths.max(dim=-1).values.clamp(min=1)
-        real += int(lengths.sum())
-        padded += int((-(-longest // topology.sp_size) * topology.sp_size).sum()) * sizes.micro
-    return f"{1 - real / padded:.1%} of all computed tokens"
 
 
-def _longest(topology: Topology, samples: Samples) -> int:
-    """Tokens of the longest sample, which decides whether it fits, filled up to what the ranks can share."""
-    return -(-int(samples.lengths.max()) // topology.sp_size) * topology.sp_size
+def _data(samples: Samples | Stream) -> str:
+    if isinstance(samples, Stream):
+        return "a stream, tokenised as it is read; samples without a supervised token are left out"
+    return (
+        f"{len(samples)} samples, {int(samples.lengths.sum()):,} tokens, {int(samples.num_targets.sum()):,} of them "
+        f"supervised; {samples.num_cut} cut to the maximum length, {samples.num_skipped} skipped because no supervised "
+        f"token is left"
+    )
 
 
-def _strategy(topology: Topology, samples: Samples) -> str:
-    """With the balance of the ring: attention of the longest sample, causal, by the plan."""
+def _padding(survey: Survey | None) -> str:
+    """Over the first epoch, beside what as many micro-batches of padded rows would be."""
+    if survey is None:
+        return "as it comes; the log has it for each step"
+    text = f"{survey.padding:.1%} of all computed tokens"
+    if survey.batching.flat:
+        text += (
+            f"; as many micro-batches of padded rows would be {1 - survey.real_tokens / survey.padded_tokens:.1%} "
+            f"padding, {survey.padded_tokens / survey.computed_tokens:.2f}x the tokens"
+        )
+    return text
+
+
+def _balance(batching: Batching, survey: Survey | None) -> str:
+    """Between replicas, over the first epoch."""
+    if survey is None:
+        return "as it comes; the log has it for each step"
+    return (
+        f"busiest replica {survey.imbalance:.3f}x the mean; {survey.num_micro_steps:,} micro-batches per replica and "
+        f"epoch, with one sample each {-(-survey.num_samples // batching.dp_size):,}; attention of a sample costs as "
+        f"much as all else at {batching.cost.crossover:,.0f} tokens"
+    )
+
+
+def _longest(batching: Batching, sp_size: int) -> int:
+    """Tokens of a row that is as long as it may be, filled up to what the ranks can share."""
+    tokens = batching.max_length * (batching.sizes.micro if batching.flat else 1)
+    return -(-tokens // sp_size) * sp_size
+
+
+def _strategy(topology: Topology, longest: int) -> str:
+    """With the balance of the ring: attention of the longest row, causal, by the plan."""
     mesh = topology.mesh
-    geometry = Geometry(_longest(topology, samples), mesh.ring_size, mesh.layout)
+    geometry = Geometry(longest, mesh.ring_size, mesh.layout)
     plans = [make_plan(geometry, ring_rank) for ring_rank in range(mesh.ring_size)]
     work = [sum(pair.num_seen for step in plan for pair in step.pairs) for plan in plans]
     return f"{mesh}; attention of the busiest ring rank {max(work) * len(work) / sum(work):.2f}x the mean"
@@ -85,16 +119,16 @@ def _kernel(topology: Topology, config: dict[str, Any], model_config: Any) -> st
 
 
 def _communication(
-    topology: Topology, config: dict[str, Any], model_config: Any, samples: Samples, sizes: BatchSizes
+    topology: Topology, config: dict[str, Any], model_config: Any, batching: Batching, tokens: int
 ) -> str:
-    """For the longest sample, as if no layer had a window; without what gradient checkpointing repeats."""
-    tokens = _longest(topology, samples)
+    """For the longest row, as if no layer had a window; without what gradient checkpointing repeats."""
+    rows = 1 if batching.flat else batching.sizes.micro
     dims = head_dims(model_config)
     shape = AttentionShape(
-        *head_counts(model_config), dims[0], tokens, compute_dtype(config), batch_size=sizes.micro, value_dim=dims[1]
+        *head_counts(model_config), dims[0], tokens, compute_dtype(config), batch_size=rows, value_dim=dims[1]
     )
     entries = predict(shape, topology.mesh, topology.sp_rank)
-    times = model_config.num_hidden_layers * sizes.accumulation
+    times = model_config.num_hidden_layers * batching.sizes.accumulation
     sent = {
         level: sum(entry.bytes_sent for entry in entries if entry.level == level) * times / 2**20
         for level in sorted({entry.level for entry in entries})

@@ -12,28 +12,31 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler, set_seed
-from transformers.integrations import HfDeepSpeedConfig
 
 import ds_ulysses
 from ds_ulysses.checkpoint import save_pretrained
-from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, load_deepspeed_json, resolve_batch_sizes, zero_stage
+from ds_ulysses.deepspeed_json import compute_dtype, load_deepspeed_json, resolve_batch_sizes
 from ds_ulysses.engine import SequenceParallelEngine, choose_kernel
 from ds_ulysses.support import head_counts, refuse_unsupported_model
-from ds_ulysses.topology import init_distributed
+from ds_ulysses.topology import Topology, init_distributed
+from train.ahead import ReadyStep, ready_steps
 from train.arguments import SftArguments, parse_arguments
-from train.data import Samples, StepPlan, collate, load_rows, load_samples, plan_steps, steps_per_epoch
+from train.cost import cost_of
+from train.data import Samples, Stream
 from train.deepspeed_auto import fill_from_arguments, fill_from_data, fill_from_model
 from train.files import finished_folder
 from train.log import TrainingLog
+from train.model import build_engine, load_model_config, load_tokenizer
+from train.reading import read_data
 from train.report import start_report
+from train.steps import Batching, count_steps, plan_steps
+from train.survey import Survey
 
 
 def main() -> None:
@@ -58,8 +61,8 @@ class Run:
     arguments: SftArguments
     engine: SequenceParallelEngine
     tokenizer: Any
-    samples: Samples
-    sizes: BatchSizes
+    samples: Samples | Stream
+    batching: Batching
     num_steps: int
 
 
@@ -74,21 +77,22 @@ def prepare() -> Run | None:
     settings = ds_ulysses.SequenceParallelConfig.from_deepspeed(config)
     model_config = load_model_config(arguments.model_name_or_path)
     refuse_unsupported_model(model_config)
-    topology = ds_ulysses.Topology.create(settings, head_counts(model_config))
-    sizes = resolve_batch_sizes(config, topology.dp_size)
+    topology = Topology.create(settings, head_counts(model_config))
+    batching = choose_batching(arguments, config, model_config, topology)
     choose_kernel(model_config, compute_dtype(config), topology)
     fill_from_model(config, model_config.hidden_size)
 
     tokenizer = load_tokenizer(arguments.model_name_or_path)
-    samples = read_data(arguments, tokenizer, topology.rank)
-    num_steps = count_steps(arguments, len(samples), sizes)
+    samples = read_data(arguments, tokenizer)
+    num_steps = arguments.max_steps
+    if isinstance(samples, Samples) and num_steps < 0:
+        num_steps = count_steps(samples.documents, len(samples), batching, arguments.num_train_epochs)
     fill_from_data(config, num_steps)
-    say(topology.rank, start_report(topology, config, model_config, samples, sizes, arguments.seed))
+    say(topology.rank, start_report(topology, config, model_config, samples, batching))
     if arguments.dry_run:
         return None
-    set_seed(arguments.seed)
     engine = build_engine(arguments, config, num_steps)
-    return Run(arguments, engine, tokenizer, samples, sizes, num_steps)
+    return Run(arguments, engine, tokenizer, samples, batching, num_steps)
 
 
 def check_output(arguments: SftArguments) -> None:
@@ -105,102 +109,52 @@ def share_cores() -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
 
 
-def load_model_config(name: str) -> Any:
-    try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"Cannot load the model {name!r}: {error}") from error
-
-
-def load_tokenizer(name: str) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"Cannot load the tokenizer of {name!r}: {error}") from error
-
-
-def read_data(arguments: SftArguments, tokenizer: Any, rank: int) -> Samples:
-    """Tokenise on the first rank; the others then find the result in the cache of `datasets`, or hear its refusal."""
-
-    def read() -> Samples:
-        return load_samples(load_rows(arguments.dataset, arguments.dataset_split), tokenizer, arguments.max_length)
-
-    samples, refusal = None, [""]
-    if rank == 0:
-        try:
-            samples = read()
-        except ValueError as error:
-            refusal = [str(error)]
-    dist.broadcast_object_list(refusal, src=0)
-    if refusal[0]:
-        raise ValueError(refusal[0])
-    return samples or read()
-
-
-def count_steps(arguments: SftArguments, num_samples: int, sizes: BatchSizes) -> int:
-    if arguments.max_steps > 0:
-        return arguments.max_steps
-    return max(1, round(arguments.num_train_epochs * steps_per_epoch(num_samples, sizes)))
-
-
-def build_engine(arguments: SftArguments, config: dict[str, Any], num_steps: int) -> SequenceParallelEngine:
-    """Load the model, sharded from the start under ZeRO-3, and hand it to DeepSpeed with its schedule."""
-    zero3 = HfDeepSpeedConfig(config) if zero_stage(config) == 3 else None  # transformers looks for a live one
-    model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, dtype=compute_dtype(config))
-    del zero3
-    if arguments.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    dims = {p: len(getattr(p, "ds_shape", p.shape)) for p in model.parameters()}  # ZeRO-3 holds flat pieces
-    matrices, vectors = [p for p, n in dims.items() if n > 1], [p for p, n in dims.items() if n < 2]
-    schedule = partial(
-        get_scheduler,
-        arguments.lr_scheduler_type,
-        num_warmup_steps=arguments.warmup_steps,
-        num_training_steps=num_steps,
+def choose_batching(arguments: SftArguments, config: dict[str, Any], model_config: Any, topology: Topology) -> Batching:
+    """How samples are put together."""
+    return Batching(
+        sizes=resolve_batch_sizes(config, topology.dp_size),
+        dp_size=topology.dp_size,
+        cost=cost_of(model_config),
+        max_length=arguments.max_length,
+        packing=arguments.packing,
+        padding_free=arguments.padding_free,
+        seed=arguments.seed,
     )
-    engine, *_ = ds_ulysses.initialize(
-        model=model.train(),
-        config=config,
-        model_parameters=[{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        lr_scheduler=None if "scheduler" in config else schedule,
-    )
-    return engine
 
 
 def train(run: Run) -> None:
     """The loop over optimizer steps."""
-    topology, output_dir = run.engine.topology, Path(run.arguments.output_dir)
-    plan = plan_steps(len(run.samples), run.sizes, topology.dp_size, run.arguments.seed)
-    with TrainingLog(output_dir, run.num_steps, writes=topology.rank == 0) as log:
-        for number, step in enumerate(islice(plan, run.num_steps), start=1):
+    topology, samples, batching = run.engine.topology, run.samples, run.batching
+    num_samples = len(samples) if isinstance(samples, Samples) else None
+    plans = islice(plan_steps(samples.documents, num_samples, batching), run.num_steps)
+    with TrainingLog(Path(run.arguments.output_dir), run.num_steps, writes=topology.rank == 0) as log:
+        for number, step in enumerate(ready_steps(plans, samples, batching, topology.dp_rank), start=1):
             learning_rate = run.engine.get_lr()[0]
-            loss = train_step(run.engine, run.samples, step)
+            loss = train_step(run.engine, step)
             log.step(
-                int(run.samples.lengths[step.indices].sum()),
+                Survey(batching, topology.sp_size).add(step.plan),
                 step=number,
-                epoch=step.epoch,
+                epoch=step.plan.epoch,
                 loss=loss,
                 learning_rate=learning_rate,
                 grad_norm=run.engine.get_global_grad_norm(),
             )
 
 
-def train_step(engine: SequenceParallelEngine, samples: Samples, step: StepPlan) -> float:
+def train_step(engine: SequenceParallelEngine, step: ReadyStep) -> float:
     """One optimizer step; returns the mean loss over the targets of all its samples."""
-    num_targets = samples.num_targets[step.indices].sum(dim=(1, 2))
-    weights = (num_targets / num_targets.sum()).tolist()
+    num_targets = step.plan.num_targets()
     step_loss = 0.0
-    for indices, weight in zip(step.indices, weights, strict=True):
-        batch = collate(samples.rows, indices[engine.topology.dp_rank])
+    for batch, targets in zip(step.batches, num_targets, strict=True):
         loss = engine(**ds_ulysses.shard_batch(batch, engine.topology)).loss
         engine.backward(loss)
         engine.step()
-        step_loss += weight * loss.detach()
+        step_loss += targets / sum(num_targets) * loss.detach()
     return float(step_loss)
 
 
 def save(engine: SequenceParallelEngine, tokenizer: Any, output_dir: Path) -> None:
-    """Model and tokenizer, whole or not at all."""
+    """Model or adapter, and tokenizer, whole or not at all."""
     if engine.topology.rank > 0:
         return save_pretrained(engine, output_dir)
     with finished_folder(output_dir) as folder:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from tests import oracle
 from tests.distributed import run_ranks
 from tests.models import VOCAB, collate, random_samples, tiny_model
-from tests.parity.test_wrappers import lora
 from tests.parity.training import (
     LR,
     RTOL,
@@ -134,18 +133,6 @@ def check_evaluation() -> None:
 
 def test_evaluation_is_sharded_and_leaves_no_trace() -> None:
     run_ranks(check_evaluation, 4)
-
-
-def check_adapters_are_not_saved_as_a_whole(folder: str) -> None:
-    from ds_ulysses.checkpoint import save_pretrained
-
-    with pytest.raises(ValueError, match="with adapters cannot be saved"):
-        save_pretrained(start(Step(1, 0, uniform(1, 1, 1)), lora(tiny_model())), folder)
-
-
-def test_adapters_are_not_saved_as_a_whole(tmp_path: Any) -> None:
-    run_ranks(check_adapters_are_not_saved_as_a_whole, 1, str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
 
 
 def check_training_data() -> list[list[int]]:

@@ -31,7 +31,22 @@ def test_flags_go_before_the_recipe(tmp_path: Path) -> None:
 
 def test_trl_names() -> None:
     arguments = parse_arguments([*REQUIRED[:2], "--dataset_name", "x", *REQUIRED[4:], "--dry_run"])
-    assert (arguments.dataset, arguments.dry_run) == ("x", True)
+    assert (arguments.dataset, arguments.dry_run) == (["x"], True)
+
+
+def test_lists_are_lists_in_recipes_too(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model_name_or_path: m\ndataset: [a, b]\ndataset_weights: [1, 0.5]\ndeepspeed: z\noutput_dir: o\n"
+        "lora_target_modules: all-linear\n"
+    )
+    arguments = parse_arguments(["--config", str(recipe)])
+    assert (arguments.dataset, arguments.dataset_weights) == (["a", "b"], [1.0, 0.5])
+    assert arguments.lora_target_modules == ["all-linear"]
+    flags = ["--dataset", "c", "--dataset_weights", "2", "--lora_target_modules", "q_proj", "v_proj"]
+    arguments = parse_arguments(["--config", str(recipe), *flags])
+    assert (arguments.dataset, arguments.dataset_weights) == (["c"], [2.0])
+    assert arguments.lora_target_modules == ["q_proj", "v_proj"]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +59,10 @@ def test_trl_names() -> None:
         ([*REQUIRED, "--max_steps", "0"], "would train nothing"),
         ([*REQUIRED, "--lr_scheduler_type", "cosin"], "lr_scheduler_type is 'cosin'. Choose one of: linear, cosine"),
         ([*REQUIRED, "--some_flag", "1"], "some_flag"),
+        ([*REQUIRED, "--dataset_weights", "1", "2"], "--dataset_weights has 2 values for 1 datasets"),
+        ([*REQUIRED, "--dataset_weights", "0"], "give each one above 0"),
+        ([*REQUIRED, "--streaming"], "--streaming needs --max_steps"),
+        ([*REQUIRED, "--lora_r", "0", "--use_peft"], "--lora_r is 0"),
     ],
 )
 def test_bad_flags(flags: list[str], message: str) -> None:
@@ -69,7 +88,7 @@ def test_bad_recipes(tmp_path: Path, text: str | None, message: str) -> None:
 
 
 def filled(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    arguments = SftArguments(model_name_or_path="m", dataset="d", deepspeed="z", output_dir="o", **changes)
+    arguments = SftArguments(model_name_or_path="m", dataset=["d"], deepspeed="z", output_dir="o", **changes)
     config = fill_from_arguments(config, arguments, world_size=4)
     fill_from_model(config, hidden_size=100)
     fill_from_data(config, num_steps=50)
@@ -136,6 +155,12 @@ def test_a_schedule_of_deepspeeds_own_is_filled() -> None:
 def test_json_and_arguments_that_disagree(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         filled(config, **changes)
+
+
+def test_packing_tells_the_strategy() -> None:
+    assert filled({}, packing=True)["ds_ulysses"] == {"packed": True}
+    assert filled({"ds_ulysses": {"packed": False}}, packing=True)["ds_ulysses"] == {"packed": False}
+    assert "ds_ulysses" not in filled({})
 
 
 def test_a_json_without_batch_sizes_takes_those_of_the_arguments() -> None:

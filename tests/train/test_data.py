@@ -1,99 +1,129 @@
-"""Rows to samples, and samples to steps."""
+"""Rows to samples, from files and streams, one or several."""
 
 from __future__ import annotations
 
 import json
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ds_ulysses.deepspeed_json import BatchSizes
 from ds_ulysses.loss import IGNORE_INDEX
 from tests.train.tokenizers import word_tokenizer
-from train.data import collate, load_rows, load_samples, plan_steps, steps_per_epoch
+from train.data import Samples, Stream, collate, count, load_rows, mix, tokenize
 
 
 def chat(answer: str, question: str = "hi") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
+def samples_of(rows: Dataset, max_length: int = 16) -> Samples:
+    return count(tokenize(rows, word_tokenizer(), max_length), max_length)
+
+
 def test_rows_without_a_target_are_counted_and_left_out() -> None:
-    rows = Dataset.from_list([chat("one two"), chat("one", "a " * 30), chat("three")])
-    samples = load_samples(rows, word_tokenizer(), 16)
+    samples = samples_of(Dataset.from_list([chat("one two"), chat("one", "a " * 30), chat("three")]))
     assert (len(samples), samples.num_skipped, samples.num_cut) == (2, 1, 1)
-    assert samples.lengths.tolist() == [13, 12, 0]
-    assert samples.num_targets.tolist() == [3, 2, 0]
+    assert samples.lengths.tolist() == [13, 12]
+    assert samples.num_targets.tolist() == [3, 2]
 
 
 def test_data_without_any_target_is_an_error() -> None:
     with pytest.raises(ValueError, match="None of the 1 rows has a supervised token within 4 tokens"):
-        load_samples(Dataset.from_list([chat("one")]), word_tokenizer(), 4)
+        samples_of(Dataset.from_list([chat("one")]), 4)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_files(tmp_path: Path, suffix: str) -> None:
+def test_files(tmp_path: Path, suffix: str, streaming: bool) -> None:
     path = tmp_path / f"data{suffix}"
     rows = Dataset.from_list([chat("one"), chat("two")])
     if suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         rows.to_parquet(path)
-    assert load_rows(str(path), "train").to_list() == rows.to_list()
+    assert list(load_rows(str(path), "train", streaming)) == rows.to_list()
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("none.jsonl", None, "no dataset file"),
-        ("bad.jsonl", "{", "Cannot read the dataset"),
-        ("not/a-name", None, "Cannot load the dataset 'not/a-name'"),
+        ("none.jsonl", None, "none.jsonl', split 'train': there is no such file"),
+        ("bad.jsonl", "{", "bad.jsonl', split 'train': JSON parse error"),
+        ("empty.parquet", "", "Cannot read the dataset"),
+        ("empty.jsonl", "\n", "Cannot read the dataset"),
+        ("not/a-name", None, "Cannot read the dataset 'not/a-name', split 'train': .*Files end in .jsonl"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str | None, message: str) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str | None, message: str, streaming: bool) -> None:
     path = tmp_path / name
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        load_rows(str(path) if name.endswith("jsonl") else name, "train")
+        load_rows(str(path) if path.suffix else name, "train", streaming)
 
 
-@given(st.integers(1, 20), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
-def test_each_epoch_has_each_sample_once(num_samples: int, micro: int, accumulation: int, dp: int) -> None:
-    sizes = BatchSizes(micro * accumulation * dp, micro, accumulation)
-    per_epoch = steps_per_epoch(num_samples, sizes)
-    steps = list(islice(plan_steps(num_samples, sizes, dp, seed=0), 2 * per_epoch))
-    orders = []
-    for epoch in (steps[:per_epoch], steps[per_epoch:]):
-        seen = [i for step in epoch for i in step.indices.flatten().tolist() if i >= 0]
-        assert sorted(seen) == list(range(num_samples))
-        orders.append(seen)
-    assert steps[per_epoch - 1].epoch == 1.0
-    assert steps[-1].epoch == 2.0
-    assert all(step.indices.shape == (accumulation, dp, micro) for step in steps)
-    if num_samples > 8:
-        assert orders[0] != orders[1]
+def test_documents_are_ordered_by_seed_and_epoch_alone() -> None:
+    samples = samples_of(Dataset.from_list([chat("one " * i) for i in range(1, 40)]), 64)
+    orders = {(epoch, seed): list(samples.documents(epoch, seed)) for epoch in (0, 1) for seed in (0, 7)}
+    assert list(samples.documents(1, 7)) == orders[1, 7]
+    for order in orders.values():
+        assert sorted(d.id for d in order) == list(range(39))
+        for document in order:
+            sample = samples.fetch(document)
+            assert len(sample["input_ids"]) == document.length
+            assert sum(label != IGNORE_INDEX for label in sample["labels"][1:]) == document.num_targets
+    assert len({tuple(d.id for d in order) for order in orders.values()}) == 4
 
 
-def test_a_step_takes_the_same_samples_however_it_is_spread() -> None:
-    """8 samples of a step, as 8 micro-batches of one replica or one of 2 x 4."""
-    ways = [(BatchSizes(8, 1, 8), 1), (BatchSizes(8, 4, 1), 2), (BatchSizes(8, 2, 2), 2)]
-    plans = [next(plan_steps(50, sizes, dp, seed=3)).indices.flatten().tolist() for sizes, dp in ways]
-    assert plans[0] == plans[1] == plans[2]
+def test_a_stream_gives_what_the_data_set_would(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(chat("one " * (i % 5), "two " * i)) + "\n" for i in range(30)))
+    whole = count(tokenize(load_rows(str(path), "train"), word_tokenizer(), 24), 24)
+    stream = Stream(tokenize(load_rows(str(path), "train", streaming=True), word_tokenizer(), 24))
+    documents = list(stream.documents(0, 3))
+    assert documents == list(stream.documents(0, 3))
+    assert [d.id for d in documents] != [d.id for d in stream.documents(1, 3)] or documents != list(
+        stream.documents(1, 3)
+    )
+    assert sorted(stream.fetch(d)["input_ids"] for d in documents) == sorted(
+        whole.fetch(d)["input_ids"] for d in whole.documents(0, 0)
+    )
+    assert all(d.num_targets > 0 and d.length == len(stream.fetch(d)["input_ids"]) for d in documents)
 
 
-def test_eight_samples_on_two_replicas_with_accumulation_are_two_steps() -> None:
-    assert steps_per_epoch(8, BatchSizes(train=4, micro=1, accumulation=2)) == 2
+def test_several_datasets_one_after_another_or_by_weight() -> None:
+    parts = [Dataset.from_list([{"id": i} for i in ids]) for ids in (range(10), range(100, 400))]
+    assert sorted(mix(parts, None, 0)["id"]) == [*range(10), *range(100, 400)]
+    drawn = mix(parts, [1.0, 3.0], 0)["id"][:]
+    assert drawn == mix(parts, [1.0, 3.0], 0)["id"][:]
+    assert drawn != mix(parts, [1.0, 3.0], 1)["id"][:]
+    assert {*range(10), *range(100, 400)} == set(drawn), "the larger one is used up, the smaller one repeated"
+    assert sum(id < 10 for id in drawn) / len(drawn) == pytest.approx(0.25, abs=0.06)
+    streams = [part.to_iterable_dataset() for part in parts]
+    assert [row["id"] for row in mix(streams, [1.0, 3.0], 0)] == drawn
+    assert sorted(row["id"] for row in mix(streams, None, 0)) == [*range(10), *range(100, 400)]
 
 
-def test_collate_fills_with_rows_that_weigh_nothing() -> None:
-    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [IGNORE_INDEX, 6, 7]}])
-    batch = collate(rows, torch.tensor([0, -1]))
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [0, 0, 0]]
-    assert batch["labels"].tolist() == [[IGNORE_INDEX, 6, 7], [IGNORE_INDEX] * 3]
+def test_collate_in_padded_rows() -> None:
+    batch = collate(
+        [{"input_ids": [5, 6, 7], "labels": [IGNORE_INDEX, 6, 7]}, {"input_ids": [8], "labels": [8]}], False
+    )
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, 6, 7], [8, IGNORE_INDEX, IGNORE_INDEX]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_collate_in_one_row() -> None:
+    batch = collate([{"input_ids": [5, 6, 7], "labels": [IGNORE_INDEX, 6, 7]}, {"input_ids": [8], "labels": [8]}], True)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, 6, 7, 8]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0]]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_micro_batch_without_a_sample_is_a_token_that_weighs_nothing(flat: bool) -> None:
+    batch = collate([], flat)
+    assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == ([[0]], [[IGNORE_INDEX]])

@@ -1,0 +1,68 @@
+"""What a document costs to train on: a part for each token, and one for each pair of tokens that see each other.
+
+Floating-point operations of forward and backward, recomputation aside: 6 for each weight that a token meets, and for
+causal attention 3.5 * H * (D + E) * l^2 in each layer, for H heads of D and E channels of keys and values.
+Only ratios count, so ranks that share a sequence, which all do an equal part, need not be told.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ds_ulysses.support import head_counts, head_dims, is_bidirectional
+
+
+class Cost(NamedTuple):
+    """cost(l) = linear * l + quadratic * l^2 + windowed * n * (2 * l - n), where n = min(l, window)"""
+
+    linear: float
+    quadratic: float
+    windowed: float = 0.0
+    """As `quadratic`, of the layers that see no further than `window` tokens."""
+    window: int = 0
+
+    def of(self, length: int) -> float:
+        """Of a document of `length` tokens."""
+        near = min(length, self.window)
+        return length * (self.linear + self.quadratic * length) + self.windowed * near * (2 * length - near)
+
+    @property
+    def crossover(self) -> float:
+        """Tokens of a document at which attention over all of it costs as much as all else."""
+        return self.linear / self.quadratic if self.quadratic else math.inf
+
+
+def cost_of(config: Any) -> Cost:
+    """By the model's config alone; no weights are made."""
+    num_heads, _ = head_counts(config)
+    of_layer = 3.5 * num_heads * sum(head_dims(config)) * (2 if is_bidirectional(config) else 1)
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    num_windowed = kinds.count("sliding_attention") if window else 0
+    quadratic, windowed = of_layer * (len(kinds) - num_windowed), of_layer * num_windowed
+    return Cost(6.0 * num_active_weights(config), quadratic, windowed, window or 0)
+
+
+def num_active_weights(config: Any) -> float:
+    """Weights that a token is multiplied with: no embeddings, and of all experts those that it is sent to."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings.discard(id(model.get_output_embeddings().weight))  # a tied one multiplies as the output layer
+    num_experts = next((n for key in EXPERT_COUNTS if (n := getattr(config, key, None))), 1)
+    share = (getattr(config, "num_experts_per_tok", None) or 1) / num_experts
+    return sum(
+        p.numel() * (share if ".experts." in name else 1)
+        for name, p in model.named_parameters()
+        if p.dim() > 1 and not name.endswith("bias") and id(p) not in embeddings
+    )
+
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -1,0 +1,70 @@
+"""How documents are put together: into rows without padding, and into groups of equal cost. Pure arithmetic.
+
+Sizes are tokens; costs are whatever `Cost` gives. What comes out are lists of indices of what went in.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+Groups = list[list[int]]
+
+
+def pack(sizes: Sequence[int], capacity: int) -> Groups:
+    """Best-fit decreasing: the longest first, each into the fullest row that still has room for it.
+
+    At most 11/9 of the fewest rows, and a few (Johnson, "Near-optimal bin packing algorithms", 1973). O(n log n), but
+    for moving the entries of a list. Raises `ValueError` for a document that fits in no row.
+    """
+    if sizes and max(sizes) > capacity:
+        raise ValueError(f"A document of {max(sizes)} tokens does not fit in a row of {capacity}.")
+    rows: Groups = []
+    free: list[tuple[int, int]] = []
+    """(room, row), sorted."""
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        found = bisect_left(free, (sizes[index], -1))
+        room, row = free.pop(found) if found < len(free) else (capacity, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        insort(free, (room - sizes[index], row))
+    return rows
+
+
+def spread(costs: Sequence[float], sizes: Sequence[int], num_groups: int, capacity: int) -> Groups | None:
+    """The largest first, each into the group of the least cost so far among those that have room for it.
+
+    The greedy of "WLB-LLM" (arXiv:2503.17924, algorithm 1) without delaying documents to another step. None if one fits
+    in no group. O(n log n): a group that is passed over for want of room waits until documents are small enough.
+    """
+    groups: Groups = [[] for _ in range(num_groups)]
+    room = [capacity] * num_groups
+    least = [(0.0, group) for group in range(num_groups)]
+    waiting: list[tuple[int, float, int]] = []
+    """(-room, cost, group)"""
+    for index in sorted(range(len(costs)), key=lambda i: (-sizes[i], -costs[i])):
+        while waiting and -waiting[0][0] >= sizes[index]:
+            heapq.heappush(least, heapq.heappop(waiting)[1:])
+        while least and room[least[0][1]] < sizes[index]:
+            cost, group = heapq.heappop(least)
+            heapq.heappush(waiting, (-room[group], cost, group))
+        if not least:
+            return None
+        cost, group = least[0]
+        groups[group].append(index)
+        room[group] -= sizes[index]
+        heapq.heapreplace(least, (cost + costs[index], group))
+    return groups
+
+
+def balanced_rows(costs: Sequence[float], sizes: Sequence[int], capacity: int) -> Groups:
+    """As few rows as best-fit decreasing takes, or a hundredth more at a time until they fit, of about equal cost.
+
+    Best fit alone puts long documents with long ones, which cost far more than short ones in as many tokens.
+    """
+    num_rows = len(pack(sizes, capacity))
+    while (rows := spread(costs, sizes, num_rows, capacity)) is None:
+        num_rows += -(-num_rows // 100)
+    return rows

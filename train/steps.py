@@ -1,0 +1,167 @@
+"""Which documents an optimizer step takes, and which of its micro-batches each is in.
+
+The documents of a step are a function of the data, the model, the seed and the batch size: an epoch's order is cut into
+as many rows as a step takes. Only then are they spread over micro-batches, so that those that run at the same time on
+different replicas cost the same. Neither the number of ranks nor the spreading change what a step learns from.
+
+Where the last step of an epoch runs short, micro-batches stay empty: nothing is repeated or dropped, and all ranks take
+the same number of them, as ZeRO-3 needs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from ds_ulysses.deepspeed_json import BatchSizes
+from train.cost import Cost
+from train.packing import balanced_rows, spread
+
+WINDOW = 4096
+"""Documents that are packed together; packing more at once saves no more."""
+
+
+class Document(NamedTuple):
+    """A sample: which, and what is to be known of it beforehand."""
+
+    id: int
+    """Its place in the data."""
+    length: int
+    num_targets: int
+    tokens: Any = None
+    """Its `input_ids` and `labels`, if it was read from a stream; otherwise they are fetched by its id."""
+
+
+Documents = list[Document]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How documents become micro-batches."""
+
+    sizes: BatchSizes
+    dp_size: int
+    cost: Cost
+    max_length: int
+    """Tokens of a document at most, and of a pack."""
+    packing: bool = False
+    """Documents are put together into packs; batch sizes count them, otherwise documents."""
+    padding_free: bool = False
+    """The documents of a micro-batch stand in one row, as packed ones always do, instead of padded rows."""
+    seed: int = 0
+
+    @property
+    def flat(self) -> bool:
+        """Whether a micro-batch is one row without padding."""
+        return self.packing or self.padding_free
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step, on all replicas."""
+        return self.sizes.accumulation * self.dp_size
+
+
+class StepPlan(NamedTuple):
+    """One optimizer step."""
+
+    epoch: float
+    """Passes over the data, this step included."""
+    micro_batches: list[list[Documents]]
+    """[accumulation][replica]"""
+
+    @property
+    def documents(self) -> Documents:
+        return [document for replicas in self.micro_batches for documents in replicas for document in documents]
+
+    def num_targets(self) -> list[int]:
+        """Supervised tokens of each accumulated micro-batch, on all replicas."""
+        return [sum(d.num_targets for documents in replicas for d in documents) for replicas in self.micro_batches]
+
+
+Source = Callable[[int, int], Iterable[Document]]
+"""The documents of an epoch, given its number and the seed, in order."""
+
+
+def plan_steps(source: Source, num_documents: int | None, batching: Batching) -> Iterator[StepPlan]:
+    """Epoch after epoch without end. `num_documents` of an epoch, or None if that is not known."""
+    for epoch, rows in step_rows(source, num_documents, batching):
+        yield StepPlan(epoch, micro_batches(rows, batching))
+
+
+def count_steps(source: Source, num_documents: int, batching: Batching, num_epochs: float) -> int:
+    """Optimizer steps until so many epochs have passed."""
+    for number, (epoch, _) in enumerate(step_rows(source, num_documents, batching), start=1):
+        if epoch >= num_epochs - 1e-9:
+            return number
+    raise AssertionError("epochs follow one another without end")
+
+
+def step_rows(source: Source, num_documents: int | None, batching: Batching) -> Iterator[tuple[float, list[Documents]]]:
+    """Epochs passed after each step, and the rows that it takes."""
+    epoch = 0
+    while True:
+        done, rows = 0, _rows(source(epoch, batching.seed), random.Random(f"{batching.seed} {epoch}"), batching)
+        while step := list(islice(rows, batching.sizes.train)):
+            done += sum(map(len, step))
+            yield epoch + (done / num_documents if num_documents else 0.0), step
+        if done == 0:
+            raise ValueError(
+                f"Epoch {epoch} of the data has no sample with a supervised token: nothing would be learnt."
+            )
+        epoch += 1
+
+
+def _rows(documents: Iterable[Document], order: random.Random, batching: Batching) -> Iterator[Documents]:
+    """Packed window by window, in random order: the rows come out sorted by their longest document."""
+    if not batching.packing:
+        yield from ([document] for document in documents)
+        return
+    documents = iter(documents)
+    while window := list(islice(documents, WINDOW)):
+        sizes = [document.length for document in window]
+        rows = balanced_rows([batching.cost.of(size) for size in sizes], sizes, batching.max_length)
+        order.shuffle(rows)
+        yield from ([window[index] for index in row] for row in rows)
+
+
+def micro_batches(rows: list[Documents], batching: Batching) -> list[list[Documents]]:
+    """Spread the rows of a step over [accumulation][replica] micro-batches of about equal cost.
+
+    Those that run together are as nearly equal as can be, and the dearest come first: what does not fit fails at once.
+    """
+    groups = _balanced(rows, batching)
+    costs = [sum(batching.cost.of(d.length) for d in documents) for documents in groups]
+    ordered = [groups[i] for i in sorted(range(len(groups)), key=lambda i: -costs[i])]
+    together = [ordered[i : i + batching.dp_size] for i in range(0, len(ordered), batching.dp_size)]
+    # Back and forth, so that the first replica does not get the dearest of every micro-step.
+    return [group[::-1] if index % 2 else group for index, group in enumerate(together)]
+
+
+def _balanced(rows: list[Documents], batching: Batching) -> list[Documents]:
+    """As many groups of documents as the step has micro-batches."""
+    micro = batching.sizes.micro
+    if not batching.flat:
+        # Rows are padded to the longest of their micro-batch: neighbours in length stay together.
+        rows = sorted(rows, key=lambda row: -row[0].length)
+        return [[row[0] for row in rows[i * micro : (i + 1) * micro]] for i in range(batching.num_micro_batches)]
+    if batching.packing:
+        alone = [[document] for row in rows for document in row]
+        sizes = [document.length for (document,) in alone]
+        if found := _spread(alone, sizes, micro * batching.max_length, batching):
+            return found
+    # One by one left no room for some: row by row, which always fits.
+    found = _spread(rows, [1] * len(rows), micro, batching)
+    assert found is not None
+    return found
+
+
+def _spread(parts: list[Documents], sizes: list[int], capacity: int, batching: Batching) -> list[Documents] | None:
+    """Groups of parts that stay whole; None if they do not fit."""
+    costs = [sum(batching.cost.of(document.length) for document in part) for part in parts]
+    groups = spread(costs, sizes, batching.num_micro_batches, capacity)
+    if groups is None:
+        return None
+    return [[document for index in group for document in parts[index]] for group in groups]
