@@ -14,7 +14,7 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make lint    formatting, linting and types"
 	@echo "make sft     fine-tune SmolLM2-135M on Python's documentation, sequences split over 2 ranks"
-	@echo "make bench   our step beside DeepSpeed's own, and our strategies beside one another, in turns"
+	@echo "make bench   our step beside DeepSpeed's own, our strategies beside one another, packing beside none"
 
 # torch first: everything after it is then built and resolved against this one. deepspeed ships as source and
 # imports torch while it is built, hence no build isolation.
@@ -54,6 +54,7 @@ sft: $(VENV)/installed $(MODEL)/config.json $(DATA)
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.ulysses_vs_deepspeed
 	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.packing
 
 clean:
 	rm -rf $(VENV) .cache runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -8,8 +8,10 @@ Only ratios count, so ranks that share a sequence, which all do an equal part, n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -26,10 +28,12 @@ class Cost(NamedTuple):
     """As `quadratic`, of the layers that see no further than `window` tokens."""
     window: int = 0
 
-    def of(self, length: int) -> float:
-        """Of a document of `length` tokens."""
-        near = min(length, self.window)
-        return length * (self.linear + self.quadratic * length) + self.windowed * near * (2 * length - near)
+    def of_each(self, lengths: Sequence[int]) -> list[float]:
+        """Of documents of so many tokens."""
+        length = np.asarray(lengths, dtype=float)
+        near = np.minimum(length, self.window)
+        costs = length * (self.linear + self.quadratic * length) + self.windowed * near * (2 * length - near)
+        return list(costs.tolist())
 
     @property
     def crossover(self) -> float:

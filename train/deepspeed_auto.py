@@ -19,7 +19,7 @@ def fill_from_arguments(config: dict[str, Any], arguments: SftArguments, world_s
     Raises `ValueError` that lists every value which the JSON and the arguments give differently.
     """
     _make_room(config, arguments)
-    if arguments.packing:  # what "auto" then takes for the strategy
+    if arguments.packing or arguments.padding_free:  # what "auto" then takes for the strategy
         config.setdefault(BLOCK, {}).setdefault("packed", True)
     if config.get("sequence_parallel_size") == AUTO:
         config["sequence_parallel_size"] = arguments.sequence_parallel_size or world_size

@@ -23,7 +23,7 @@ def pack(sizes: Sequence[int], capacity: int) -> Groups:
     rows: Groups = []
     free: list[tuple[int, int]] = []
     """(room, row), sorted."""
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         found = bisect_left(free, (sizes[index], -1))
         room, row = free.pop(found) if found < len(free) else (capacity, len(rows))
         if row == len(rows):
@@ -34,17 +34,18 @@ def pack(sizes: Sequence[int], capacity: int) -> Groups:
 
 
 def spread(costs: Sequence[float], sizes: Sequence[int], num_groups: int, capacity: int) -> Groups | None:
-    """The largest first, each into the group of the least cost so far among those that have room for it.
+    """The costliest first, each into the group of the least cost so far among those that have room for it.
 
-    The greedy of "WLB-LLM" (arXiv:2503.17924, algorithm 1) without delaying documents to another step. None if one fits
-    in no group. O(n log n): a group that is passed over for want of room waits until documents are small enough.
+    The greedy of "WLB-LLM" (arXiv:2503.17924, algorithm 1) without delaying documents to another step. The groups come
+    out costliest first; None if something fits in none of them. O(n log n), as what costs more mostly is larger too: a
+    group that is passed over for want of room waits until sizes are small enough.
     """
     groups: Groups = [[] for _ in range(num_groups)]
     room = [capacity] * num_groups
     least = [(0.0, group) for group in range(num_groups)]
     waiting: list[tuple[int, float, int]] = []
     """(-room, cost, group)"""
-    for index in sorted(range(len(costs)), key=lambda i: (-sizes[i], -costs[i])):
+    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         while waiting and -waiting[0][0] >= sizes[index]:
             heapq.heappush(least, heapq.heappop(waiting)[1:])
         while least and room[least[0][1]] < sizes[index]:
@@ -56,15 +57,16 @@ def spread(costs: Sequence[float], sizes: Sequence[int], num_groups: int, capaci
         groups[group].append(index)
         room[group] -= sizes[index]
         heapq.heapreplace(least, (cost + costs[index], group))
-    return groups
+    total = {group: cost for cost, group in least} | {group: cost for _, cost, group in waiting}
+    return [groups[group] for group in sorted(total, key=total.__getitem__, reverse=True)]
 
 
 def balanced_rows(costs: Sequence[float], sizes: Sequence[int], capacity: int) -> Groups:
-    """As few rows as best-fit decreasing takes, or a hundredth more at a time until they fit, of about equal cost.
+    """As few rows as best-fit decreasing takes, or a few hundredths more until they fit, of about equal cost.
 
     Best fit alone puts long documents with long ones, which cost far more than short ones in as many tokens.
     """
     num_rows = len(pack(sizes, capacity))
     while (rows := spread(costs, sizes, num_rows, capacity)) is None:
-        num_rows += -(-num_rows // 100)
+        num_rows += -(-num_rows // 25)
     return rows

@@ -21,7 +21,7 @@ from train.cost import Cost
 from train.packing import balanced_rows, spread
 
 WINDOW = 4096
-"""Documents that are packed together; packing more at once saves no more."""
+"""Documents that are packed together; more at once would fill rows little better."""
 
 
 class Document(NamedTuple):
@@ -122,7 +122,7 @@ def _rows(documents: Iterable[Document], order: random.Random, batching: Batchin
     documents = iter(documents)
     while window := list(islice(documents, WINDOW)):
         sizes = [document.length for document in window]
-        rows = balanced_rows([batching.cost.of(size) for size in sizes], sizes, batching.max_length)
+        rows = balanced_rows(batching.cost.of_each(sizes), sizes, batching.max_length)
         order.shuffle(rows)
         yield from ([window[index] for index in row] for row in rows)
 
@@ -132,36 +132,29 @@ def micro_batches(rows: list[Documents], batching: Batching) -> list[list[Docume
 
     Those that run together are as nearly equal as can be, and the dearest come first: what does not fit fails at once.
     """
-    groups = _balanced(rows, batching)
-    costs = [sum(batching.cost.of(d.length) for d in documents) for documents in groups]
-    ordered = [groups[i] for i in sorted(range(len(groups)), key=lambda i: -costs[i])]
-    together = [ordered[i : i + batching.dp_size] for i in range(0, len(ordered), batching.dp_size)]
+    groups = _flat_groups(rows, batching) if batching.flat else _padded_groups(rows, batching)
+    together = [groups[i : i + batching.dp_size] for i in range(0, len(groups), batching.dp_size)]
     # Back and forth, so that the first replica does not get the dearest of every micro-step.
     return [group[::-1] if index % 2 else group for index, group in enumerate(together)]
 
 
-def _balanced(rows: list[Documents], batching: Batching) -> list[Documents]:
-    """As many groups of documents as the step has micro-batches."""
-    micro = batching.sizes.micro
-    if not batching.flat:
-        # Rows are padded to the longest of their micro-batch: neighbours in length stay together.
-        rows = sorted(rows, key=lambda row: -row[0].length)
-        return [[row[0] for row in rows[i * micro : (i + 1) * micro]] for i in range(batching.num_micro_batches)]
+def _padded_groups(rows: list[Documents], batching: Batching) -> list[Documents]:
+    """Rows are padded to the longest of their micro-batch: neighbours in length stay together."""
+    micro, documents = batching.sizes.micro, [document for row in rows for document in row]
+    documents.sort(key=lambda document: -document.length)
+    return [documents[i * micro : (i + 1) * micro] for i in range(batching.num_micro_batches)]
+
+
+def _flat_groups(rows: list[Documents], batching: Batching) -> list[Documents]:
+    """One by one, or row by row, which always fits, where that leaves no room for some."""
+    num_groups, micro = batching.num_micro_batches, batching.sizes.micro
     if batching.packing:
-        alone = [[document] for row in rows for document in row]
-        sizes = [document.length for (document,) in alone]
-        if found := _spread(alone, sizes, micro * batching.max_length, batching):
-            return found
-    # One by one left no room for some: row by row, which always fits.
-    found = _spread(rows, [1] * len(rows), micro, batching)
-    assert found is not None
-    return found
-
-
-def _spread(parts: list[Documents], sizes: list[int], capacity: int, batching: Batching) -> list[Documents] | None:
-    """Groups of parts that stay whole; None if they do not fit."""
-    costs = [sum(batching.cost.of(document.length) for document in part) for part in parts]
-    groups = spread(costs, sizes, batching.num_micro_batches, capacity)
-    if groups is None:
-        return None
-    return [[document for index in group for document in parts[index]] for group in groups]
+        documents = [document for row in rows for document in row]
+        sizes = [document.length for document in documents]
+        groups = spread(batching.cost.of_each(sizes), sizes, num_groups, micro * batching.max_length)
+        if groups is not None:
+            return [[documents[index] for index in group] for group in groups]
+    costs = [sum(batching.cost.of_each([document.length for document in row])) for row in rows]
+    groups = spread(costs, [1] * len(rows), num_groups, micro)
+    assert groups is not None
+    return [[document for index in group for document in rows[index]] for group in groups]

@@ -44,7 +44,7 @@ class Survey:
         self.num_steps += 1
         for replicas in plan.micro_batches:
             self.num_micro_steps += 1
-            costs = [sum(self.batching.cost.of(document.length) for document in documents) for documents in replicas]
+            costs = [sum(self.batching.cost.of_each([d.length for d in documents])) for documents in replicas]
             self.max_cost += max(costs)
             self.mean_cost += sum(costs) / len(costs)
             for documents in replicas:

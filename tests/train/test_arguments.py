@@ -158,7 +158,7 @@ def test_json_and_arguments_that_disagree(config: dict[str, Any], changes: dict[
 
 
 def test_packing_tells_the_strategy() -> None:
-    assert filled({}, packing=True)["ds_ulysses"] == {"packed": True}
+    assert filled({}, packing=True)["ds_ulysses"] == filled({}, padding_free=True)["ds_ulysses"] == {"packed": True}
     assert filled({"ds_ulysses": {"packed": False}}, packing=True)["ds_ulysses"] == {"packed": False}
     assert "ds_ulysses" not in filled({})
 

@@ -47,9 +47,10 @@ def test_cost_is_what_is_computed(kind: str) -> None:
 def test_windows_cost_what_is_seen() -> None:
     """Pairs by counting: of 10 tokens with a window of 4, 1 + 2 + 3 + 7 * 4; a pair costs two of the square."""
     cost = Cost(0.0, 0.0, windowed=1.0, window=4)
-    for length in (1, 3, 4, 10):
-        pairs = sum(min(i + 1, 4) for i in range(length))
-        assert cost.of(length) == pytest.approx(2 * pairs, abs=4)  # the diagonal is left out of the formula
+    lengths = (1, 3, 4, 10)
+    pairs = [sum(min(i + 1, 4) for i in range(length)) for length in lengths]
+    diagonal = [min(length, 4) for length in lengths]  # the formula leaves it out
+    assert cost.of_each(lengths) == [2 * p - d for p, d in zip(pairs, diagonal, strict=True)]
     mixed = cost_of(tiny_model("gemma3_text", **ARCHITECTURES["gemma3_text"]).config)
     whole = cost_of(tiny_model("gemma3_text", **(ARCHITECTURES["gemma3_text"] | {"layer_types": None})).config)
     assert mixed.windowed == mixed.quadratic == (whole.windowed + whole.quadratic) / 2

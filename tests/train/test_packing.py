@@ -57,7 +57,7 @@ def test_spread_keeps_to_the_capacity(sizes: list[int], num_groups: int, capacit
 
 def test_a_full_group_waits_until_documents_are_small_enough() -> None:
     """The cheap group has no room for 20 more tokens, but has for 10."""
-    assert spread([1.0, 9.0, 9.0, 1.0], [90, 80, 20, 10], 2, 100) == [[0, 3], [1, 2]]
+    assert spread([9.0, 5.0, 2.0, 1.0], [80, 90, 20, 10], 2, 100) == [[0, 2], [1, 3]]
     assert spread([1.0, 1.0], [60, 60], 1, 100) is None
 
 

@@ -109,7 +109,7 @@ def test_replicas_that_run_together_cost_about_the_same() -> None:
     assert balanced.imbalance < 1.01
     assert as_they_come.imbalance > 1.1
     first = plans[0].micro_batches
-    costs = [sum(COST.of(d.length) for d in documents) for replicas in first for documents in replicas]
+    costs = [sum(COST.of_each([d.length for d in documents])) for replicas in first for documents in replicas]
     assert max(costs) in costs[: how.dp_size], "the costliest come first"
 
 
