@@ -168,6 +168,7 @@ def check_saved(folder: str, stage: int) -> None:
 
     samples = random_samples([16])
     model = tiny_model(tie_word_embeddings=stage % 2 == 0)
+    model.model.layers[0].requires_grad_(stage == 0)  # frozen weights are saved too
     engine = start(Step(2, stage, uniform(1, 1, 1)), model)
     backward(engine, [[collate(samples)]])
     engine.step()

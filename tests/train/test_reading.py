@@ -15,7 +15,7 @@ from tests.distributed import run_ranks
 from tests.train.test_data import chat
 from tests.train.tokenizers import word_tokenizer
 from train.arguments import SftArguments
-from train.data import Samples
+from train.data import Samples, count
 from train.reading import in_turns, read_data
 
 
@@ -57,11 +57,21 @@ def test_a_refusal_of_one_is_a_refusal_of_all(faulty: int) -> None:
     assert run_ranks(check_refusal, 3, faulty) == ["There is no dataset file here."] * 3
 
 
-def check_read(folder: str, options: dict[str, Any]) -> tuple[list[list[int]], int]:
-    """What the samples are, and how many files were written for them."""
+def check_read(folder: str, options: dict[str, Any]) -> tuple[list[list[int]], int, list[float]]:
+    """What the samples are, how many files were written for them, and when this rank had tokenised."""
     import datasets
 
+    import train.reading
+
     datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
+    tokenised = []
+
+    def slow_count(rows: Any, max_length: int) -> Samples:
+        time.sleep(0.3)
+        tokenised.append(time.monotonic())
+        return count(rows, max_length)
+
+    train.reading.count = slow_count
     arguments = SftArguments(
         model_name_or_path="m", deepspeed="z", output_dir="o", max_length=24,
         dataset=[f"{folder}/a.jsonl", f"{folder}/b.jsonl"], **options,
@@ -69,7 +79,7 @@ def check_read(folder: str, options: dict[str, Any]) -> tuple[list[list[int]], i
     samples = read_data(arguments, word_tokenizer())
     ids = [samples.fetch(document)["input_ids"] for document in samples.documents(0, 0)]
     dist.barrier()
-    return ids, len(list((Path(folder) / "cache").rglob("*.arrow")))
+    return ids, len(list((Path(folder) / "cache").rglob("*.arrow"))), tokenised
 
 
 @pytest.mark.parametrize("options", [{}, {"dataset_weights": [1.0, 2.0]}, {"streaming": True, "max_steps": 1}])
@@ -82,5 +92,8 @@ def test_ranks_read_alike_and_tokenise_once(tmp_path: Path, options: dict[str, A
             rows = [chat(f"{word} " * (i % 7)) for i in range(20)]
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         found[ranks] = run_ranks(check_read, ranks, str(folder), options)
-    assert found[3] == found[1] * 3
+    assert [result[:2] for result in found[3]] == [found[1][0][:2]] * 3
     assert len(found[1][0][0]) >= 34
+    if "streaming" not in options:
+        (first,), *others = (times for *_, times in found[3])
+        assert all(first + 0.3 <= time for (time,) in others), "they begin when the first has ended"

@@ -77,7 +77,8 @@ def test_a_step_takes_the_same_samples_however_it_is_spread(
     assert targets[0] == targets[1] == targets[2]
 
 
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_order_depends_on_seed_and_epoch_alone(packing: bool) -> None:
     lengths = [2 + i for i in range(60)]
 
     def order(how: Batching, num_epochs: float = 1) -> list[list[int]]:
@@ -85,7 +86,7 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
         num_steps = count_steps(source, 60, how, num_epochs)
         return [sorted(d.id for d in plan.documents) for plan in islice(plan_steps(source, 60, how), num_steps)]
 
-    how = batching(1, 2, 2, packing=True)
+    how = batching(1, 2, 2, packing=packing)
     assert order(how) == order(how)
     assert order(how) != order(replace(how, seed=1))
     both = order(how, 2)
