@@ -37,6 +37,7 @@ lint: $(VENV)/installed
 
 MODEL := .cache/smollm2-135m-instruct
 DATA := .cache/python_docs.jsonl
+HELD_OUT := .cache/python_docs_held_out.jsonl
 RECIPE := train/recipes/smollm2_python_docs.yaml
 # All GPUs where there are any, else two ranks on the CPU. The recipe's "auto" lets all ranks share each sequence.
 RANKS ?= $(shell nvidia-smi -L 2>/dev/null | grep -c . | sed 's/^0$$/2/')
@@ -45,7 +46,7 @@ $(MODEL)/config.json: | $(VENV)/installed
 	$(BIN)/python -m train.prepare.smollm2 $(MODEL)
 
 $(DATA): train/prepare/python_docs.py | $(VENV)/installed
-	$(BIN)/python -m train.prepare.python_docs $(DATA)
+	$(BIN)/python -m train.prepare.python_docs $(DATA) $(HELD_OUT)
 
 sft: $(VENV)/installed $(MODEL)/config.json $(DATA)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) train/sft.py --config $(RECIPE) $(ARGS)

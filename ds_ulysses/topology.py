@@ -177,3 +177,7 @@ class DeepSpeedMpu:
 
     def get_model_parallel_world_size(self) -> int:
         return 1
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """What ZeRO 1 and 2 ask when they read a universal checkpoint."""
+        return 1

@@ -12,6 +12,8 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
+MONITORS = ("tensorboard", "wandb", "comet")
+
 
 @dataclass
 class SftArguments:
@@ -35,6 +37,40 @@ class SftArguments:
         },
     )
     streaming: bool = field(default=False, metadata={"help": "Read and tokenise as needed; needs --max_steps."})
+    eval_dataset: list[str] = field(
+        default_factory=list, metadata={"help": "As --dataset, for evaluation; never streamed."}
+    )
+    eval_dataset_split: str = field(default="test", metadata={"help": "Its split, if it is given by name."})
+    eval_strategy: str = field(
+        default="no", metadata={"help": "no, steps or epoch: when to evaluate; then also at the end."}
+    )
+    eval_steps: int = field(default=100, metadata={"help": "Optimizer steps between two evaluations."})
+    eval_on_start: bool = field(default=False, metadata={"help": "Evaluate before the first step too."})
+    per_device_eval_batch_size: int | None = field(
+        default=None, metadata={"help": "Samples of a micro-batch in evaluation. Default: as in training."}
+    )
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "Stop when so many evaluations in a row did not lower the loss."}
+    )
+    report_to: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "tensorboard, wandb, comet: where the log goes too, by DeepSpeed's monitor. Default: nowhere."
+        },
+    )
+    save_strategy: str = field(default="steps", metadata={"help": "no, steps or epoch: when to write a checkpoint."})
+    save_steps: int = field(default=500, metadata={"help": "Optimizer steps between two checkpoints."})
+    save_total_limit: int | None = field(default=None, metadata={"help": "Checkpoints to keep. Default: all."})
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={"help": "A checkpoint's folder, or latest: that of output_dir, or a new run if it has none yet."},
+    )
+    skip_nonfinite_steps: bool = field(
+        default=False, metadata={"help": "Leave out steps whose gradient is not finite, instead of stopping."}
+    )
+    step_timeout: int = field(
+        default=0, metadata={"help": "Seconds after which a step that hangs shows its stacks and ends; 0: never."}
+    )
     deepspeed: str = field(default="", metadata={"help": 'DeepSpeed JSON; "auto" values are filled in. Required.'})
     output_dir: str = field(default="", metadata={"help": "Where the log and the model go. Required."})
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Go on if output_dir holds files already."})
@@ -91,6 +127,8 @@ class SftArguments:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}, but it must be at least 1.")
         self._check_data()
+        self._check_evaluation()
+        self._check_saving()
         if self.max_length < 2:
             raise ValueError("--max_length is 1, but a sample needs a token to predict from and one to predict.")
         if self.lr_scheduler_type not in (names := [schedule.value for schedule in SchedulerType]):
@@ -108,6 +146,34 @@ class SftArguments:
             raise ValueError("--streaming needs --max_steps: how long an epoch is, is not known beforehand.")
         if self.use_peft and self.lora_r < 1:
             raise ValueError(f"--lora_r is {self.lora_r}, but it must be at least 1.")
+
+    def _check_evaluation(self) -> None:
+        if self.eval_strategy not in ("no", "steps", "epoch"):
+            raise ValueError(f"--eval_strategy is {self.eval_strategy!r}. Choose one of: no, steps, epoch.")
+        if (self.eval_strategy != "no") != bool(self.eval_dataset):
+            raise ValueError("Give --eval_strategy steps or epoch together with --eval_dataset, or neither of them.")
+        if self.eval_strategy == "epoch" and self.streaming:
+            raise ValueError(
+                "--eval_strategy epoch needs to know an epoch's end, which --streaming does not: use steps."
+            )
+        if min(self.eval_steps, self.per_device_eval_batch_size or 1, self.early_stopping_patience or 1) < 1:
+            raise ValueError(
+                "--eval_steps, --per_device_eval_batch_size and --early_stopping_patience must be at least 1."
+            )
+        if self.early_stopping_patience is not None and self.eval_strategy == "no":
+            raise ValueError("--early_stopping_patience watches the loss of --eval_strategy, which is no.")
+
+    def _check_saving(self) -> None:
+        if unknown := set(self.report_to) - {"none", *MONITORS}:
+            raise ValueError(f"--report_to is {', '.join(unknown)}. Choose of: none, {', '.join(MONITORS)}.")
+        if self.save_strategy not in ("no", "steps", "epoch"):
+            raise ValueError(f"--save_strategy is {self.save_strategy!r}. Choose one of: no, steps, epoch.")
+        if self.save_strategy == "epoch" and self.streaming:
+            raise ValueError(
+                "--save_strategy epoch needs to know an epoch's end, which --streaming does not: use steps."
+            )
+        if min(self.save_steps, self.save_total_limit or 1) < 1 or self.save_total_limit == 0:
+            raise ValueError("--save_steps and --save_total_limit must be at least 1.")
 
 
 def parse_arguments(argv: list[str] | None = None) -> SftArguments:

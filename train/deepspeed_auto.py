@@ -8,7 +8,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_ulysses.config import BLOCK
 from ds_ulysses.deepspeed_json import get_nested, zero_stage
-from train.arguments import SftArguments
+from train.arguments import MONITORS, SftArguments
 
 AUTO = "auto"
 
@@ -21,6 +21,10 @@ def fill_from_arguments(config: dict[str, Any], arguments: SftArguments, world_s
     _make_room(config, arguments)
     if arguments.packing or arguments.padding_free:  # what "auto" then takes for the strategy
         config.setdefault(BLOCK, {}).setdefault("packed", True)
+    for monitor in set(arguments.report_to) & set(MONITORS):
+        config.setdefault(monitor, {}).setdefault("enabled", True)
+    if "tensorboard" in config:
+        config["tensorboard"].setdefault("output_path", arguments.output_dir)
     if config.get("sequence_parallel_size") == AUTO:
         config["sequence_parallel_size"] = arguments.sequence_parallel_size or world_size
     differing = [

@@ -10,39 +10,76 @@ from typing import Any
 
 from tqdm import tqdm
 
+from train.device import peak_flops, peak_memory
+from train.evaluate import Evaluation
+from train.run import Run
 from train.survey import Survey
 
 FILE_NAME = "train_log.jsonl"
 
 
 class TrainingLog:
-    """Writes on the first rank only; on others every call does nothing."""
+    """Writes on the first rank only; on others every call does nothing.
 
-    def __init__(self, output_dir: Path, num_steps: int, writes: bool) -> None:
-        if writes:
-            output_dir.mkdir(parents=True, exist_ok=True)
-        self.num_tokens = 0
-        self._bar: Any = tqdm(total=num_steps, desc="training", unit="step", disable=not writes)
-        self._file = (output_dir / FILE_NAME).open("w", encoding="utf-8") if writes else None
+    Where a run goes on, what its log has of the steps that come again is taken out first.
+    """
+
+    def __init__(self, run: Run) -> None:
+        writes, done = run.rank == 0, run.progress.step
+        self._progress, self._monitor = run.progress, run.engine.monitor
+        self._num_devices, self._peak_flops = run.engine.topology.world_size, peak_flops()
+        self._bar: Any = tqdm(total=run.num_steps, initial=done, desc="training", unit="step", disable=not writes)
+        self._file = _continued(run.output_dir / FILE_NAME, done).open("a", encoding="utf-8") if writes else None
         self._begun = time.monotonic()
 
     def step(self, batches: Survey, **values: float | None) -> None:
-        """Log one optimizer step, of which `batches` counts real tokens of all replicas; the rate is since the last."""
-        now = time.monotonic()
-        seconds, self._begun = now - self._begun, now
-        self.num_tokens += batches.real_tokens
-        entry = values | {
-            "tokens_per_second": batches.real_tokens / seconds,
-            "num_tokens": self.num_tokens,
-            "padding": batches.padding,
-            "imbalance": batches.imbalance,
-        }
-        if self._file is not None:
-            self._file.write(json.dumps(entry) + "\n")
-            self._file.flush()
+        """Log an optimizer step that was just counted. Rates are of real tokens since the last entry.
+
+        `tflops_per_device` and `mfu` count the model's operations alone: causal pairs, nothing that is recomputed.
+        """
+        seconds = self._seconds()
+        flops = batches.model_flops / seconds / self._num_devices
+        self._write(
+            **values,
+            tokens_per_second=batches.real_tokens / seconds,
+            tokens_per_second_per_device=batches.real_tokens / seconds / self._num_devices,
+            tflops_per_device=flops / 1e12,
+            mfu=flops / self._peak_flops if self._peak_flops else None,
+            peak_memory_gib=peak_memory() / 2**30,
+            num_tokens=self._progress.num_tokens,
+            padding=batches.padding,
+            imbalance=batches.imbalance,
+        )
         shown = {"loss": values["loss"], "lr": values["learning_rate"], "grad_norm": values["grad_norm"]}
         self._bar.set_postfix({k: f"{v:.4g}" for k, v in shown.items() if v is not None}, refresh=False)
         self._bar.update()
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Log an evaluation after the last step."""
+        self._write(
+            eval_loss=evaluation.loss,
+            eval_perplexity=evaluation.perplexity,
+            eval_num_targets=evaluation.num_targets,
+            eval_seconds=self._seconds(),
+        )
+        if self._file is not None:
+            self._bar.write(f"step {self._progress.step}: eval_loss {evaluation.loss:.4f}")
+
+    def _seconds(self) -> float:
+        """Since the last entry."""
+        now = time.monotonic()
+        seconds, self._begun = now - self._begun, now
+        return seconds
+
+    def _write(self, **values: float | None) -> None:
+        """To the file, and to whatever DeepSpeed's monitor writes to."""
+        if self._file is None:
+            return
+        known = {key: value for key, value in values.items() if value is not None}
+        self._file.write(json.dumps({"step": self._progress.step} | known) + "\n")
+        self._file.flush()
+        if self._monitor.enabled:
+            self._monitor.write_events([(f"train/{key}", value, self._progress.step) for key, value in known.items()])
 
     def __enter__(self) -> TrainingLog:
         return self
@@ -53,3 +90,12 @@ class TrainingLog:
         self._bar.close()
         if self._file is not None:
             self._file.close()
+
+
+def _continued(path: Path, done: int) -> Path:
+    """The log, with no more than the entries of the steps that are done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text(encoding="utf-8").splitlines() if done and path.exists() else []
+    kept = [line for line in lines if json.loads(line)["step"] <= done]
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    return path

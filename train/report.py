@@ -18,7 +18,12 @@ from train.survey import Survey, survey_epoch
 
 
 def start_report(
-    topology: Topology, config: dict[str, Any], model_config: Any, samples: Samples | Stream, batching: Batching
+    topology: Topology,
+    config: dict[str, Any],
+    model_config: Any,
+    samples: Samples | Stream,
+    batching: Batching,
+    eval_samples: Samples | None = None,
 ) -> str:
     """Mesh, batch, padding, balance, heads, kernel, communication and the DeepSpeed settings in force, for people."""
     survey = None
@@ -29,6 +34,7 @@ def start_report(
         "mesh": _mesh(topology, config),
         "batch": _batch(batching, survey),
         "data": _data(samples),
+        "evaluate": _data(eval_samples) if eval_samples else "nothing",
         "padding": _padding(survey),
         "balance": _balance(batching, survey),
         "strategy": _strategy(topology, longest),

@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,23 @@ import torch.distributed as dist
 
 import ds_ulysses
 from ds_ulysses.checkpoint import save_pretrained
-from ds_ulysses.deepspeed_json import compute_dtype, load_deepspeed_json, resolve_batch_sizes
-from ds_ulysses.engine import SequenceParallelEngine, choose_kernel
+from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, load_deepspeed_json, resolve_batch_sizes
+from ds_ulysses.engine import choose_kernel
 from ds_ulysses.support import head_counts, refuse_unsupported_model
 from ds_ulysses.topology import Topology, init_distributed
-from train.ahead import ReadyStep, ready_steps
 from train.arguments import SftArguments, parse_arguments
+from train.checkpoints import checkpoints, find_checkpoint, prepare_state, read_progress, restore
 from train.cost import cost_of
-from train.data import Samples, Stream
+from train.data import Samples
 from train.deepspeed_auto import fill_from_arguments, fill_from_data, fill_from_model
+from train.faults import NotFinite
 from train.files import finished_folder
-from train.log import TrainingLog
+from train.loop import train
 from train.model import build_engine, load_model_config, load_tokenizer
-from train.reading import read_data
+from train.reading import read_data, read_eval_data
 from train.report import start_report
-from train.steps import Batching, count_steps, plan_steps
-from train.survey import Survey
+from train.run import Progress, Run, facts_of_ranks, facts_of_steps
+from train.steps import Batching, count_steps
 
 
 def main() -> None:
@@ -44,31 +44,23 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
         run = prepare()
-    except ValueError as error:  # a refusal, which needs no traceback; from here on there is none
+        if run is None:
+            return
+        ended = train(run)
+    except (ValueError, NotFinite) as error:  # a refusal, or a fault that is named: neither needs a traceback
         sys.exit(f"rank {os.environ.get('RANK', '0')}: {error}")
-    if run is None:
-        return
-    train(run)
-    save(run.engine, run.tokenizer, Path(run.arguments.output_dir))
-    say(run.engine.topology.rank, f"saved in {run.arguments.output_dir}")
+    if ended:
+        save(run)
+        say(run.rank, f"saved in {run.output_dir}")
+    else:
+        say(run.rank, f"stopped after step {run.progress.step}; go on with --resume_from_checkpoint latest")
     dist.destroy_process_group()
-
-
-@dataclass
-class Run:
-    """All that training needs."""
-
-    arguments: SftArguments
-    engine: SequenceParallelEngine
-    tokenizer: Any
-    samples: Samples | Stream
-    batching: Batching
-    num_steps: int
 
 
 def prepare() -> Run | None:
     """Check, read, report and build; None after a dry run."""
     arguments = parse_arguments()
+    checkpoint = find_checkpoint(arguments.resume_from_checkpoint, Path(arguments.output_dir))
     check_output(arguments)
     share_cores()
     init_distributed()
@@ -78,28 +70,50 @@ def prepare() -> Run | None:
     model_config = load_model_config(arguments.model_name_or_path)
     refuse_unsupported_model(model_config)
     topology = Topology.create(settings, head_counts(model_config))
-    batching = choose_batching(arguments, config, model_config, topology)
+    batching = choose_batching(arguments, resolve_batch_sizes(config, topology.dp_size), model_config, topology)
     choose_kernel(model_config, compute_dtype(config), topology)
     fill_from_model(config, model_config.hidden_size)
 
     tokenizer = load_tokenizer(arguments.model_name_or_path)
-    samples = read_data(arguments, tokenizer)
+    samples, eval_samples = read_data(arguments, tokenizer), read_eval_data(arguments, tokenizer)
+    data, ranks = facts_of_steps(arguments, samples, batching), facts_of_ranks(config, topology.world_size)
+    progress, saved = read_progress(checkpoint, data) if checkpoint else (Progress(), {})
     num_steps = arguments.max_steps
     if isinstance(samples, Samples) and num_steps < 0:
         num_steps = count_steps(samples.documents, len(samples), batching, arguments.num_train_epochs)
     fill_from_data(config, num_steps)
-    say(topology.rank, start_report(topology, config, model_config, samples, batching))
+    say(topology.rank, start_report(topology, config, model_config, samples, batching, eval_samples))
+    if checkpoint:
+        say(topology.rank, f"{'resume':>10}  from {checkpoint}, after step {progress.step} of {num_steps}")
     if arguments.dry_run:
         return None
+    if checkpoint:
+        prepare_state(checkpoint, saved, ranks, config)
     engine = build_engine(arguments, config, num_steps)
-    return Run(arguments, engine, tokenizer, samples, batching, num_steps)
+    eval_batching = choose_eval_batching(arguments, batching)
+    run = Run(
+        arguments, engine, tokenizer, samples, batching, num_steps, eval_samples, eval_batching, progress, data | ranks
+    )
+    if checkpoint:
+        restore(run, checkpoint)
+    return run
 
 
 def check_output(arguments: SftArguments) -> None:
     """Refuse to mix with files of another run."""
     folder = Path(arguments.output_dir)
-    if folder.exists() and not arguments.overwrite_output_dir and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--output_dir {folder} is not empty. Choose another, or give --overwrite_output_dir.")
+    if arguments.resume_from_checkpoint or not folder.exists():
+        return
+    if found := checkpoints(folder):
+        raise ValueError(
+            f"--output_dir {folder} holds {found[-1].name} of another run. Go on with --resume_from_checkpoint latest, "
+            f"choose another folder, or move it away."
+        )
+    if not arguments.overwrite_output_dir and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"--output_dir {folder} is not empty. Choose another, go on with --resume_from_checkpoint latest, or give "
+            f"--overwrite_output_dir."
+        )
 
 
 def share_cores() -> None:
@@ -109,10 +123,10 @@ def share_cores() -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
 
 
-def choose_batching(arguments: SftArguments, config: dict[str, Any], model_config: Any, topology: Topology) -> Batching:
+def choose_batching(arguments: SftArguments, sizes: BatchSizes, model_config: Any, topology: Topology) -> Batching:
     """How samples are put together."""
     return Batching(
-        sizes=resolve_batch_sizes(config, topology.dp_size),
+        sizes=sizes,
         dp_size=topology.dp_size,
         cost=cost_of(model_config),
         max_length=arguments.max_length,
@@ -122,44 +136,19 @@ def choose_batching(arguments: SftArguments, config: dict[str, Any], model_confi
     )
 
 
-def train(run: Run) -> None:
-    """The loop over optimizer steps."""
-    topology, samples, batching = run.engine.topology, run.samples, run.batching
-    num_samples = len(samples) if isinstance(samples, Samples) else None
-    plans = islice(plan_steps(samples.documents, num_samples, batching), run.num_steps)
-    with TrainingLog(Path(run.arguments.output_dir), run.num_steps, writes=topology.rank == 0) as log:
-        for number, step in enumerate(ready_steps(plans, samples, batching, topology.dp_rank), start=1):
-            learning_rate = run.engine.get_lr()[0]
-            loss = train_step(run.engine, step)
-            log.step(
-                Survey(batching, topology.sp_size).add(step.plan),
-                step=number,
-                epoch=step.plan.epoch,
-                loss=loss,
-                learning_rate=learning_rate,
-                grad_norm=run.engine.get_global_grad_norm(),
-            )
+def choose_eval_batching(arguments: SftArguments, batching: Batching) -> Batching:
+    """The same for evaluation, without accumulation."""
+    micro = arguments.per_device_eval_batch_size or batching.sizes.micro
+    return replace(batching, sizes=BatchSizes(micro * batching.dp_size, micro, 1))
 
 
-def train_step(engine: SequenceParallelEngine, step: ReadyStep) -> float:
-    """One optimizer step; returns the mean loss over the targets of all its samples."""
-    num_targets = step.plan.num_targets()
-    step_loss = 0.0
-    for batch, targets in zip(step.batches, num_targets, strict=True):
-        loss = engine(**ds_ulysses.shard_batch(batch, engine.topology)).loss
-        engine.backward(loss)
-        engine.step()
-        step_loss += targets / sum(num_targets) * loss.detach()
-    return float(step_loss)
-
-
-def save(engine: SequenceParallelEngine, tokenizer: Any, output_dir: Path) -> None:
+def save(run: Run) -> None:
     """Model or adapter, and tokenizer, whole or not at all."""
-    if engine.topology.rank > 0:
-        return save_pretrained(engine, output_dir)
-    with finished_folder(output_dir) as folder:
-        save_pretrained(engine, folder)
-        tokenizer.save_pretrained(folder)
+    if run.rank > 0:
+        return save_pretrained(run.engine, run.output_dir)
+    with finished_folder(run.output_dir) as folder:
+        save_pretrained(run.engine, folder)
+        run.tokenizer.save_pretrained(folder)
 
 
 def say(rank: int, text: str) -> None:

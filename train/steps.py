@@ -91,6 +91,14 @@ def plan_steps(source: Source, num_documents: int | None, batching: Batching) ->
         yield StepPlan(epoch, micro_batches(rows, batching))
 
 
+def plan_epoch(source: Source, num_documents: int, batching: Batching) -> Iterator[StepPlan]:
+    """The first epoch alone."""
+    for plan in plan_steps(source, num_documents, batching):
+        yield plan
+        if plan.epoch >= 1:
+            return
+
+
 def count_steps(source: Source, num_documents: int, batching: Batching, num_epochs: float) -> int:
     """Optimizer steps until so many epochs have passed."""
     for number, (epoch, _) in enumerate(step_rows(source, num_documents, batching), start=1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from train.steps import Batching, Documents, Source, StepPlan, plan_steps
+from train.steps import Batching, Documents, Source, StepPlan, plan_epoch
 
 
 @dataclass
@@ -22,6 +22,8 @@ class Survey:
     """With padding, also that which lets ranks share a row."""
     padded_tokens: int = 0
     """What they would be with the samples as padded rows, in order, in as many micro-batches; for an epoch only."""
+    model_flops: float = 0.0
+    """Floating-point operations of the model, on all ranks."""
     longest: int = 0
     """Tokens of the longest row, filled up."""
     mean_cost: float = 0.0
@@ -55,6 +57,7 @@ class Survey:
         lengths = [document.length for document in documents] or [1]  # an empty one has a token that weighs nothing
         num_rows, tokens = (1, sum(lengths)) if self.batching.flat else (len(lengths), max(lengths))
         self.num_samples += len(documents)
+        self.model_flops += self.batching.cost.model_flops([document.length for document in documents])
         self.real_tokens += sum(document.length for document in documents)
         self.computed_tokens += num_rows * self.filled(tokens)
         self.longest = max(self.longest, self.filled(tokens))
@@ -67,10 +70,8 @@ class Survey:
 def survey_epoch(source: Source, num_samples: int, batching: Batching, sp_size: int) -> Survey:
     """The first epoch."""
     survey = Survey(batching, sp_size)
-    for plan in plan_steps(source, num_samples, batching):
+    for plan in plan_epoch(source, num_samples, batching):
         survey.add(plan)
-        if plan.epoch >= 1:
-            break
     lengths = [document.length for document in source(0, batching.seed)]
     num_rows = -(-num_samples // (survey.num_micro_steps * batching.dp_size))
     together = [lengths[i : i + num_rows] for i in range(0, num_samples, num_rows)]

@@ -286,3 +286,28 @@ def test_a_killed_rank_ends_the_job(inputs: dict[str, str], tmp_path: Path) -> N
     assert time.monotonic() - begun < 60
     assert f"Killing subprocess {ranks[0]}" in said
     assert "exits with return code = -9" in said
+
+
+def test_a_scheduler_that_takes_the_machine_back_leaves_a_checkpoint(inputs: dict[str, str], tmp_path: Path) -> None:
+    """SIGTERM to every rank: the step ends, a checkpoint is written, the job ends with 0; the run then goes on."""
+    arguments = (2, ROOT / "ds_configs" / "zero3.json", tmp_path / "out")
+    with started(inputs, *arguments, "--max_steps", "100000") as job:
+        assert job.stdout is not None
+        said, ranks = "", []
+        while len(ranks) < 2:
+            said += job.stdout.readline()
+            ranks = [int(pid) for pid in re.findall(r"process (\d+) spawned", said)]
+        log = tmp_path / "out" / "train_log.jsonl"
+        while not (log.exists() and len(log.read_text().splitlines()) > 2):
+            time.sleep(0.1)
+        for rank in ranks:
+            os.kill(rank, signal.SIGTERM)
+        said += job.stdout.read()
+        assert job.wait(timeout=60) == 0, said[-3000:]
+    step = len(log_of(tmp_path / "out"))
+    assert f"stopped after step {step}; go on with --resume_from_checkpoint latest" in said
+    assert (tmp_path / "out" / f"checkpoint-{step}" / "manifest.json").exists()
+    code, said = sft(inputs, *arguments, "--max_steps", str(step + 2), "--resume_from_checkpoint", "latest")
+    assert code == 0, said[-3000:]
+    assert f"resume  from {tmp_path}/out/checkpoint-{step}, after step {step} of {step + 2}" in said
+    assert [entry["step"] for entry in log_of(tmp_path / "out")] == list(range(1, step + 3))

@@ -63,6 +63,19 @@ def test_lists_are_lists_in_recipes_too(tmp_path: Path) -> None:
         ([*REQUIRED, "--dataset_weights", "0"], "give each one above 0"),
         ([*REQUIRED, "--streaming"], "--streaming needs --max_steps"),
         ([*REQUIRED, "--lora_r", "0", "--use_peft"], "--lora_r is 0"),
+        ([*REQUIRED, "--eval_strategy", "step"], "--eval_strategy is 'step'. Choose one of: no, steps, epoch"),
+        ([*REQUIRED, "--eval_strategy", "steps"], "together with --eval_dataset"),
+        ([*REQUIRED, "--eval_dataset", "e"], "together with --eval_dataset"),
+        ([*REQUIRED, "--eval_dataset", "e", "--eval_strategy", "steps", "--eval_steps", "0"], "must be at least 1"),
+        ([*REQUIRED, "--early_stopping_patience", "2"], "watches the loss of --eval_strategy, which is no"),
+        ([*REQUIRED, "--save_strategy", "best"], "--save_strategy is 'best'. Choose one of: no, steps, epoch"),
+        ([*REQUIRED, "--report_to", "mlflow"], "--report_to is mlflow. Choose of: none, tensorboard, wandb, comet"),
+        ([*REQUIRED, "--save_total_limit", "0"], "--save_steps and --save_total_limit must be at least 1"),
+        ([*REQUIRED, "--streaming", "--max_steps", "2", "--save_strategy", "epoch"], "--streaming does not: use steps"),
+        (
+            [*REQUIRED, "--streaming", "--max_steps", "2", "--eval_dataset", "e", "--eval_strategy", "epoch"],
+            "use steps",
+        ),
     ],
 )
 def test_bad_flags(flags: list[str], message: str) -> None:
@@ -161,6 +174,13 @@ def test_packing_tells_the_strategy() -> None:
     assert filled({}, packing=True)["ds_ulysses"] == filled({}, padding_free=True)["ds_ulysses"] == {"packed": True}
     assert filled({"ds_ulysses": {"packed": False}}, packing=True)["ds_ulysses"] == {"packed": False}
     assert "ds_ulysses" not in filled({})
+
+
+def test_monitors_are_deepspeeds() -> None:
+    config = filled({"wandb": {"project": "p"}}, report_to=["tensorboard", "wandb"])
+    assert config["tensorboard"] == {"enabled": True, "output_path": "o"}
+    assert config["wandb"] == {"enabled": True, "project": "p"}
+    assert not {"tensorboard", "wandb", "comet"} & filled({}, report_to=["none"]).keys()
 
 
 def test_a_json_without_batch_sizes_takes_those_of_the_arguments() -> None:

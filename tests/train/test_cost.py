@@ -44,6 +44,15 @@ def test_cost_is_what_is_computed(kind: str) -> None:
     assert found.quadratic + found.windowed == pytest.approx(right.quadratic * 7 / 12)
 
 
+def test_model_flops_are_those_that_utilisation_is_quoted_with() -> None:
+    """6 N + 6 L h s a token, forward and backward, causal: the published formula, for heads that fill the width."""
+    model = tiny_model("llama", num_key_value_heads=4)
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name)
+    length, layers, hidden = 100, 2, 32
+    right = length * (6 * weights + 6 * layers * hidden * length)
+    assert cost_of(model.config).model_flops([length]) == pytest.approx(right)
+
+
 def test_windows_cost_what_is_seen() -> None:
     """Pairs by counting: of 10 tokens with a window of 4, 1 + 2 + 3 + 7 * 4; a pair costs two of the square."""
     cost = Cost(0.0, 0.0, windowed=1.0, window=4)

@@ -16,7 +16,8 @@ from tests.train.test_data import chat
 from tests.train.tokenizers import word_tokenizer
 from train.arguments import SftArguments
 from train.data import Samples, count
-from train.reading import in_turns, read_data
+from train.reading import read_data
+from train.turns import in_turns
 
 
 def check_patience() -> list[str]:

@@ -1,0 +1,92 @@
+"""From a checkpoint to a folder that `from_pretrained` opens, in one process and without a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from peft import PeftConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from ds_ulysses.checkpoint import STATE
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export(checkpoint: Path, target: Path, dtype: str = "fp32", merge: bool = False) -> None:
+    """Write model and tokenizer into `target`, whole or not at all.
+
+    Of a run with an adapter that is the adapter alone, or, with `merge`, the base model with it added. Raises
+    `ValueError` for a folder that is no checkpoint, and a target that holds files already.
+    """
+    has_adapter = (checkpoint / "adapter_config.json").is_file()
+    if not (checkpoint / STATE).is_dir():
+        raise ValueError(
+            f"{checkpoint} is no checkpoint: it has no folder {STATE}. Give a folder such as checkpoint-100."
+        )
+    if merge and not has_adapter:
+        raise ValueError(f"{checkpoint} has no adapter that could be merged. Leave --merge out.")
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"{target} is not empty. Choose another folder.")
+    weights = {name: weight.to(DTYPES[dtype]) for name, weight in read_weights(checkpoint).items()}
+    scratch = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    if has_adapter:
+        _save_adapter(checkpoint, scratch, weights, merge)
+    else:
+        model = _empty_model(checkpoint)
+        model.load_state_dict(weights, strict=True, assign=True)
+        model.save_pretrained(scratch)
+    for pattern in TOKENIZER_FILES:
+        for file in checkpoint.glob(pattern):
+            shutil.copy(file, scratch)
+    if target.exists():
+        target.rmdir()
+    scratch.rename(target)
+
+
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """All that was trained, by name, in fp32 where the optimizer kept it so."""
+    folder = checkpoint / STATE
+    if not list(folder.glob("*_optim_states.pt")):
+        state: dict[str, Tensor] = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+        return state
+    frozen_left_out = (checkpoint / "adapter_config.json").is_file()
+    return dict(
+        get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), STATE, exclude_frozen_parameters=frozen_left_out)
+    )
+
+
+def _empty_model(checkpoint: Path) -> Any:
+    """The model by its config, without weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    if (checkpoint / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint)
+    return model
+
+
+def _save_adapter(checkpoint: Path, target: Path, weights: dict[str, Tensor], merge: bool) -> None:
+    adapter = PeftConfig.from_pretrained(str(checkpoint))
+    if not merge:
+        get_peft_model(_empty_model(checkpoint), adapter).save_pretrained(str(target), state_dict=weights)
+        return
+    dtype = next(iter(weights.values())).dtype
+    base = AutoModelForCausalLM.from_pretrained(adapter.base_model_name_or_path, dtype=dtype)
+    model = get_peft_model(base, adapter)
+    missing = model.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys, missing.unexpected_keys
+    merged: Any = model.merge_and_unload()
+    merged.save_pretrained(target)

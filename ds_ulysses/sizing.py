@@ -1,0 +1,146 @@
+"""`ds-ulysses plan`: which numbers of ranks hold a sequence, and what a step takes, from a model's config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_ulysses.config import SequenceParallelConfig
+from ds_ulysses.estimate import GIB, Hardware, ModelShape, Setup, longest_row, memory, sent, step_time
+from ds_ulysses.mesh import Machine, choose_mesh
+from ds_ulysses.support import head_counts, head_dims, refuse_unsupported_model
+
+ASSUMPTIONS = (
+    "Assumed: bf16, gradient checkpointing, AdamW, one causal document a row, one row a micro-batch; matrix products "
+    "at 60 % and attention at 58 % of {peak:.0f} TFLOPS, links at {near:.0f} GB/s in a node and {far:.0f} GB/s between."
+)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for."""
+
+    model: str
+    tokens: int
+    num_ranks: int
+    hardware: Hardware
+
+
+def plan(wish: Wish) -> tuple[str, dict[str, Any] | None]:
+    """A page for people, and the DeepSpeed JSON of the best way; None if none fits. Raises `ValueError`."""
+    config = AutoConfig.from_pretrained(wish.model)
+    refuse_unsupported_model(config)
+    model = shape_of(config)
+    ways = list(_ways(wish, config))
+    best = next((way for way in ways if _fits(model, way, wish.hardware)), None)
+    lines = [
+        f"{config.model_type}, {model.num_weights / 1e9:.2f}e9 weights; rows of {wish.tokens:,} tokens on "
+        f"{wish.num_ranks} GPUs of {wish.hardware.memory / GIB:.1f} GiB",
+        *_table(model, [way for way in ways if way.zero_stage == 3], wish.hardware),
+        "",
+    ]
+    if best is None:
+        roomiest = max(ways, key=lambda way: longest_row(model, way, wish.hardware))
+        longest = longest_row(model, roomiest, wish.hardware)
+        lines.append(f"Nothing fits. {wish.num_ranks} GPUs hold at most {longest:,} tokens: take more of them.")
+        return "\n".join(lines), None
+    lines += _details(model, best, wish.hardware)
+    return "\n".join(lines), deepspeed_json(best)
+
+
+def shape_of(config: Any) -> ModelShape:
+    """By the config; weights are counted without making them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = {name: p.numel() for name, p in model.named_parameters()}
+    num_experts = next((n for key in EXPERTS if (n := getattr(config, key, None))), 1)
+    per_token = getattr(config, "num_experts_per_tok", None) or 1
+    idle = sum(n for name, n in weights.items() if ".experts." in name) * (1 - per_token / num_experts)
+    lookup = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if num_experts > 1:
+        width = per_token * (getattr(config, "moe_intermediate_size", None) or width)
+    return ModelShape(
+        num_weights=sum(weights.values()),
+        num_active=sum(weights.values()) - lookup - idle,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=width,
+        num_heads=head_counts(config)[0],
+        num_kv_heads=head_counts(config)[1],
+        head_dim=head_dims(config)[0],
+        vocab_size=config.vocab_size,
+    )
+
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _ways(wish: Wish, config: Any) -> Iterator[Setup]:
+    """Fewest ranks per sequence first, as replicas need no exchange; then the ZeRO stage that sends least."""
+    machine = Machine(min(wish.num_ranks, wish.hardware.gpus_per_node), head_counts(config))
+    for sp_size in (n for n in range(1, wish.num_ranks + 1) if wish.num_ranks % n == 0):
+        mesh = choose_mesh(SequenceParallelConfig(sequence_parallel_size=sp_size), machine)
+        for stage, offload in ((1, False), (2, False), (3, False), (3, True)):
+            yield Setup(wish.num_ranks, wish.tokens, mesh, stage, offload)
+
+
+def _fits(model: ModelShape, way: Setup, hardware: Hardware) -> bool:
+    return sum(memory(model, way).values()) <= hardware.memory
+
+
+def _table(model: ModelShape, ways: list[Setup], hardware: Hardware) -> list[str]:
+    lines = [f"{'ranks a sequence':<26}{'ZeRO':<12}{'GiB a rank':>11}  {'longest row':>14}  {'tokens/s a GPU':>14}"]
+    for way in ways:
+        total = sum(memory(model, way).values()) / GIB
+        rate = way.tokens / way.sp_size / sum(step_time(model, way, hardware).values())
+        name = f"{way.sp_size} = {way.mesh.ulysses_size} ulysses x {way.mesh.ring_size} ring"
+        stage = "3, offload" if way.offload else str(way.zero_stage)
+        fits = "" if _fits(model, way, hardware) else "   does not fit"
+        shown = f"{'-' if way.offload else f'{rate:,.0f}':>14}"
+        lines.append(f"{name:<26}{stage:<12}{total:>11.1f}  {longest_row(model, way, hardware):>14,}  {shown}{fits}")
+    return lines
+
+
+def _details(model: ModelShape, best: Setup, hardware: Hardware) -> list[str]:
+    parts, times = memory(model, best), step_time(model, best, hardware)
+    longest = longest_row(model, best, hardware)
+    growth = {
+        name: memory(model, replace(best, tokens=2 * longest))[name]
+        - memory(model, replace(best, tokens=longest))[name]
+        for name in parts
+    }
+    most = max(growth, key=growth.__getitem__)
+    strategy = f"{best.mesh.strategy}, {best.mesh.reason}" if best.mesh.reason else best.mesh.strategy
+    offload = ", optimizer offloaded" if best.offload else ""
+    replicas = best.num_ranks // best.sp_size
+    return [
+        f"Best: {best.sp_size} ranks a sequence, {replicas} replicas, ZeRO-{best.zero_stage}{offload}; {strategy}",
+        "memory of a rank, GiB   " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items()),
+        "sent by a rank, GiB     "
+        + (", ".join(f"{n} {b / GIB:.1f}" for n, b in sent(model, best).items()) or "nothing"),
+        "seconds a micro-batch   " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in times.items()),
+        f"It holds rows of up to {longest:,} tokens; most of what longer ones would add are the {most}.",
+        ASSUMPTIONS.format(
+            peak=hardware.peak_flops / 1e12, near=hardware.node_bandwidth / 1e9, far=hardware.network_bandwidth / 1e9
+        ),
+    ]
+
+
+def deepspeed_json(way: Setup) -> dict[str, Any]:
+    """Ready for `--deepspeed`; what the trainer's arguments decide is "auto"."""
+    zero: dict[str, Any] = {"stage": way.zero_stage, "overlap_comm": True, "contiguous_gradients": True}
+    if way.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    levels = {"ulysses_size": way.mesh.ulysses_size, "ring_size": way.mesh.ring_size}
+    return {
+        "sequence_parallel_size": way.sp_size,
+        "ds_ulysses": {"strategy": way.mesh.strategy} | (levels if way.mesh.strategy == "hierarchical" else {}),
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    } | dict.fromkeys(auto, "auto")

@@ -1,0 +1,94 @@
+"""The loop over optimizer steps, and what happens between them."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import ds_ulysses
+from ds_ulysses.engine import SequenceParallelEngine
+from train.ahead import ReadyStep, ready_steps
+from train.checkpoints import save_checkpoint
+from train.data import Samples
+from train.evaluate import evaluate
+from train.faults import NotFinite, StepGuard, StopRequest, watchdog
+from train.log import TrainingLog
+from train.run import Run
+from train.steps import plan_steps
+from train.survey import Survey
+
+
+def train(run: Run) -> bool:
+    """All steps that are left; False if the run was asked to stop before, and left a checkpoint. Collective.
+
+    Raises `NotFinite` unless such steps are to be skipped.
+    """
+    num_samples = len(run.samples) if isinstance(run.samples, Samples) else None
+    plans = islice(plan_steps(run.samples.documents, num_samples, run.batching), run.progress.step, run.num_steps)
+    topology = run.engine.topology
+    guard = StepGuard(run.engine)
+    with TrainingLog(run) as log, StopRequest().listening() as stop:
+        if run.arguments.eval_on_start and run.progress.step == 0:
+            evaluate_now(run, log)
+        for step in ready_steps(plans, run.samples, run.batching, topology.dp_rank):
+            with watchdog(run.arguments.step_timeout):
+                one_step(run, step, guard, log)
+                if is_due(run, step, run.arguments.eval_strategy, run.arguments.eval_steps, at_end=True):
+                    evaluate_now(run, log)
+                stopped = stop.agreed(topology.device)
+                if stopped or is_due(run, step, run.arguments.save_strategy, run.arguments.save_steps):
+                    save_checkpoint(run)
+            if stopped or run.progress.num_evals_without_gain == run.arguments.early_stopping_patience:
+                return not stopped
+        return True
+
+
+def is_due(run: Run, step: ReadyStep, strategy: str, every: int, at_end: bool = False) -> bool:
+    """Whether something that happens every few steps or every epoch comes after this one."""
+    if at_end and strategy != "no" and run.progress.step == run.num_steps:
+        return True
+    if strategy == "epoch":
+        return step.plan.epoch.is_integer()
+    return strategy == "steps" and run.progress.step % every == 0
+
+
+def evaluate_now(run: Run, log: TrainingLog) -> None:
+    """Evaluate, and say so."""
+    assert run.eval_samples is not None and run.eval_batching is not None  # noqa: PT018
+    evaluation = evaluate(run.engine, run.eval_samples, run.eval_batching)
+    run.progress.note(evaluation)
+    log.evaluation(evaluation)
+
+
+def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog) -> None:
+    """Train on it, and say so."""
+    learning_rate = run.engine.get_lr()[0]
+    loss = train_step(run.engine, step)
+    if guard.left_out() and not run.arguments.skip_nonfinite_steps:
+        ids = sorted(document.id for document in step.plan.documents)
+        raise NotFinite(
+            f"The gradient of step {run.progress.step + 1} is not finite. Its samples, from 0 on: {ids}. The weights "
+            f"are those of the step before. Look at these samples, lower --learning_rate, resume from a checkpoint, or "
+            f"go on with --skip_nonfinite_steps."
+        )
+    survey = Survey(run.batching, run.engine.topology.sp_size).add(step.plan)
+    run.progress.step += 1
+    run.progress.num_tokens += survey.real_tokens
+    log.step(
+        survey,
+        epoch=step.plan.epoch,
+        loss=loss,
+        learning_rate=learning_rate,
+        grad_norm=run.engine.get_global_grad_norm(),
+    )
+
+
+def train_step(engine: SequenceParallelEngine, step: ReadyStep) -> float:
+    """One optimizer step; returns the mean loss over the targets of all its samples."""
+    num_targets = step.plan.num_targets()
+    step_loss = 0.0
+    for batch, targets in zip(step.batches, num_targets, strict=True):
+        loss = engine(**ds_ulysses.shard_batch(batch, engine.topology)).loss
+        engine.backward(loss)
+        engine.step()
+        step_loss += targets / sum(num_targets) * loss.detach()
+    return float(step_loss)

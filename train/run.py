@@ -1,0 +1,78 @@
+"""What a training run consists of, and where it stands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_ulysses.deepspeed_json import zero_stage
+from ds_ulysses.engine import SequenceParallelEngine
+from train.arguments import SftArguments
+from train.data import Samples, Stream
+from train.evaluate import Evaluation
+from train.steps import Batching
+
+
+@dataclass
+class Progress:
+    """What a checkpoint says of the run, besides DeepSpeed's state."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    num_tokens: int = 0
+    """Real tokens trained on."""
+    best_eval_loss: float = math.inf
+    num_evals_without_gain: int = 0
+
+    def note(self, evaluation: Evaluation) -> None:
+        """Whether the loss is the lowest so far."""
+        if evaluation.loss < self.best_eval_loss:
+            self.best_eval_loss, self.num_evals_without_gain = evaluation.loss, 0
+        else:
+            self.num_evals_without_gain += 1
+
+
+@dataclass
+class Run:
+    """All that training needs."""
+
+    arguments: SftArguments
+    engine: SequenceParallelEngine
+    tokenizer: Any
+    samples: Samples | Stream
+    batching: Batching
+    num_steps: int
+    eval_samples: Samples | None = None
+    eval_batching: Batching | None = None
+    progress: Progress = field(default_factory=Progress)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What a run that goes on with a checkpoint of this one must agree with, or be converted for."""
+
+    @property
+    def rank(self) -> int:
+        return self.engine.topology.rank
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.arguments.output_dir)
+
+
+def facts_of_steps(arguments: SftArguments, samples: Samples | Stream, batching: Batching) -> dict[str, Any]:
+    """What decides which samples a step takes, and what it trains: a run that goes on must have the same."""
+    return {
+        "samples": len(samples) if isinstance(samples, Samples) else "a stream",
+        "tokens": int(samples.lengths.sum()) if isinstance(samples, Samples) else None,
+        "seed": arguments.seed,
+        "max_length": arguments.max_length,
+        "packing": arguments.packing,
+        "dataset_weights": arguments.dataset_weights,
+        "samples or packs per step": batching.sizes.train,
+        "lora_r": arguments.lora_r if arguments.use_peft else None,
+    }
+
+
+def facts_of_ranks(config: dict[str, Any], world_size: int) -> dict[str, int]:
+    """What decides how DeepSpeed cuts its state."""
+    return {"ranks": world_size, "ZeRO stage": zero_stage(config)}
