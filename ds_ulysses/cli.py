@@ -16,6 +16,7 @@ import torch
 from ds_ulysses.check import TOLERANCE, Subject, check
 from ds_ulysses.estimate import GIB, Hardware
 from ds_ulysses.export import DTYPES, export
+from ds_ulysses.run_page import write_page
 from ds_ulysses.sizing import Wish, plan
 
 
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     _add_export(commands)
     _add_check(commands)
     _add_plan(commands)
+    _add_report(commands)
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     try:
@@ -64,6 +66,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--peak_tflops", type=float, default=989, help="in bf16 (default: %(default)s, an H100)")
     parser.add_argument("--out", type=Path, help="where to write the DeepSpeed JSON; without it, it is shown")
     parser.set_defaults(run=lambda a, _: _plan(a))
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("report", help="one page with the plots of a run, or of several side by side")
+    parser.add_argument("runs", type=Path, nargs="+", help="output folders of train/sft.py")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help="(default: %(default)s)")
+    parser.set_defaults(run=lambda a, _: write_page(a.runs, a.out))
 
 
 def _tokens(text: str) -> int:

@@ -1,0 +1,94 @@
+"""`ds-ulysses report`: the logs of one run, or of several side by side, as one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+Entry = dict[str, float]
+LOG = "train_log.jsonl"
+PLOTS = {
+    "loss": ("loss", "eval_loss"),
+    "learning rate": ("learning_rate",),
+    "norm of the gradient": ("grad_norm",),
+    "tokens per second and device": ("tokens_per_second_per_device",),
+    "model TFLOPS per device": ("tflops_per_device",),
+    "peak memory of rank 0, GiB": ("peak_memory_gib",),
+    "padding, share of computed tokens": ("padding",),
+    "busiest replica / mean": ("imbalance",),
+}
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font-family: sans-serif; margin: 2em auto; max-width: 75em; }}
+table {{ border-collapse: collapse; }}
+td, th {{ padding: 0.2em 1em; text-align: right; border-bottom: 1px solid #ccc; }}
+td:first-child {{ text-align: left; }}
+.plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(30em, 1fr)); }}
+svg {{ width: 100%; height: auto; }}
+</style></head><body><h1>{title}</h1>
+<table><tr><th>run</th>{head}</tr>{rows}</table><div class="plots">{plots}</div></body></html>
+"""
+SUMMARY = ("steps", "loss, first", "loss, last", "eval_loss, best", "tokens", "tokens/s, median")
+
+
+def write_page(folders: Sequence[Path], target: Path) -> None:
+    """Write it. Raises `ValueError` for a folder without a log, a log without a step, or if matplotlib is missing."""
+    runs = {str(folder): _read(folder) for folder in folders}
+    rows = "".join(_row(name, entries) for name, entries in runs.items())
+    plots = "".join(
+        f"<div><h3>{title}</h3>{_plot(keys, runs)}</div>"
+        for title, keys in PLOTS.items()
+        if any(key in entry for entries in runs.values() for entry in entries for key in keys)
+    )
+    head = "".join(f"<th>{name}</th>" for name in SUMMARY)
+    title = html.escape(", ".join(runs))
+    target.write_text(PAGE.format(title=title, head=head, rows=rows, plots=plots), encoding="utf-8")
+
+
+def _read(folder: Path) -> list[Entry]:
+    file = folder / LOG
+    if not file.is_file():
+        raise ValueError(f"{folder} has no {LOG}. Give the output folder of a run.")
+    entries: list[Entry] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    if not any("loss" in entry for entry in entries):
+        raise ValueError(f"{file} has no optimizer step yet.")
+    return entries
+
+
+def _row(name: str, entries: list[Entry]) -> str:
+    steps = [entry for entry in entries if "loss" in entry]
+    evaluated = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
+    rates = sorted(entry["tokens_per_second"] for entry in steps)
+    cells = (
+        f"{steps[-1]['step']:,.0f}",
+        f"{steps[0]['loss']:.4f}",
+        f"{steps[-1]['loss']:.4f}",
+        f"{min(evaluated):.4f}" if evaluated else "",
+        f"{steps[-1]['num_tokens']:,.0f}",
+        f"{rates[len(rates) // 2]:,.0f}",
+    )
+    return f"<tr><td>{html.escape(name)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _plot(keys: tuple[str, ...], runs: dict[str, list[Entry]]) -> str:
+    """One SVG over the steps; a line for each run and key."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("Plots need matplotlib: pip install matplotlib.") from error
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.add_subplot(xlabel="step")
+    for name, entries in runs.items():
+        for key in keys:
+            points = [(entry["step"], entry[key]) for entry in entries if key in entry]
+            if points:
+                marker = "o" if len(points) < 2 or key.startswith("eval") else ""
+                axes.plot(*zip(*points, strict=True), label=f"{name} {key}", marker=marker)
+    axes.legend(fontsize="x-small")
+    axes.grid(alpha=0.3)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
