@@ -22,7 +22,7 @@ PLOTS = {
 }
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font-family: sans-serif; margin: 2em auto; max-width: 75em; }}
+body {{ font-family: sans-serif; margin: 2em auto; padding: 0 2em; max-width: 75em; }}
 table {{ border-collapse: collapse; }}
 td, th {{ padding: 0.2em 1em; text-align: right; border-bottom: 1px solid #ccc; }}
 td:first-child {{ text-align: left; }}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -40,6 +43,46 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
         ET.fromstring(svg)
     fetched = re.findall(r"""(?:src|href)\s*=\s*["'](?!#)([^"']*)|url\((?!#)([^)]*)\)|@import|<script""", page)
     assert fetched == []
+
+
+BROWSER = """
+import json, sys
+from PyQt6.QtCore import QTimer, QUrl
+from PyQt6.QtWebEngineWidgets import QWebEngineView
+from PyQt6.QtWidgets import QApplication
+
+app = QApplication([sys.argv[0], "--no-sandbox", "--disable-gpu"])
+view = QWebEngineView()
+view.resize(1200, 900)
+ASK = (
+    "[[...document.querySelectorAll('svg')].map(x => x.getBoundingClientRect().width),"
+    "document.querySelectorAll('td').length, performance.getEntriesByType('resource').length]"
+)
+def answered(found):
+    print(json.dumps(found))
+    app.quit()
+view.loadFinished.connect(lambda ok: view.page().runJavaScript(ASK, answered))
+view.load(QUrl.fromLocalFile(sys.argv[1]))
+view.show()
+QTimer.singleShot(30000, app.quit)
+app.exec()
+"""
+
+
+def test_a_browser_shows_it(tmp_path: Path) -> None:
+    """Chromium, as Qt ships it: every plot has a width, and nothing was fetched."""
+    pytest.importorskip(
+        "PyQt6.QtWebEngineWidgets", reason="no browser: pip install -e .[browser]", exc_type=ImportError
+    )
+    page = tmp_path / "page.html"
+    main(["report", str(run(tmp_path / "a", 5, True)), str(run(tmp_path / "b", 5, False)), "--out", str(page)])
+    environment = os.environ | {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_DISABLE_SANDBOX": "1"}
+    command = [sys.executable, "-c", BROWSER, str(page)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, check=False)
+    widths, num_cells, num_fetched = json.loads(ended.stdout)
+    assert len(widths) == 6
+    assert min(widths) > 300
+    assert (num_cells, num_fetched) == (14, 0)
 
 
 @pytest.mark.parametrize(("log", "message"), [(None, "has no train_log.jsonl"), ("", "has no optimizer step yet")])
