@@ -80,9 +80,9 @@ def test_sigterm_to_one_rank_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_step_that_hangs_shows_the_stack_of_every_rank_and_ends(tmp_path: Path) -> None:
     folder = inputs(tmp_path)
-    killed(folder, 2, tmp_path / "out", "--step_timeout", "3", fault=Fault("stuck", 2, rank=1))
+    killed(folder, 2, tmp_path / "out", "--step_timeout", "8", fault=Fault("stuck", 2, rank=1))
     stacks = [(folder / f"stderr_{rank}").read_text() for rank in (0, 1)]
-    assert all("Timeout (0:00:03)!" in stack for stack in stacks)
+    assert all("Timeout (0:00:08)!" in stack for stack in stacks)
     assert "in train_step" in stacks[0], "rank 0 waits for the other one in its step"
     assert "in _go_wrong" in stacks[1]
     assert len(log_of(tmp_path / "out")) == 1

@@ -55,6 +55,7 @@ def test_resumed_is_unbroken(folder: Path, tmp_path: Path, way: str) -> None:
     assert_same_run(tmp_path / "part", tmp_path / "whole", 6)
 
 
+@pytest.mark.timeout(600)
 def test_a_run_that_is_stopped_ten_times(folder: Path, tmp_path: Path) -> None:
     """30 steps; ranks are killed, one or all, also while they save, or asked to stop; no sample comes twice."""
     flags = ["--max_steps", "30", "--save_steps", "2", "--save_total_limit", "2", "--lr_scheduler_type", "cosine"]
