@@ -124,62 +124,6 @@ def test_two_ranks_train_like_one(inputs: dict[str, str], tmp_path: Path) -> Non
     assert built == []
 
 
-def test_packs_train_like_padded_rows_and_like_single_samples(inputs: dict[str, str], tmp_path: Path) -> None:
-    """Two epochs of one step each: all 10 samples as padded rows, without padding, or as packs on 2 x 2 ranks."""
-    for name, ranks, *flags in (
-        ("alone", 1, "--gradient_accumulation_steps", "10"),
-        ("padded", 2, "--per_device_train_batch_size", "10"),
-        ("flat", 2, "--per_device_train_batch_size", "10", "--padding_free"),
-        ("packs", 4, "--gradient_accumulation_steps", "5", "--packing", "--sequence_parallel_size", "2"),
-    ):
-        config = ROOT / "ds_configs" / "zero3.json"
-        flags = [*flags, "--num_train_epochs", "2", "--learning_rate", "1e-2"]
-        code, said = sft(inputs, ranks, config, tmp_path / name, *flags)
-        assert code == 0, said[-3000:]
-    alone, *others = (log_of(tmp_path / name) for name in ("alone", "padded", "flat", "packs"))
-    for log in others:
-        for key in ("loss", "grad_norm", "num_tokens", "epoch"):
-            assert [e[key] for e in log] == pytest.approx([e[key] for e in alone], rel=1e-4), key
-    padded, flat, packs = (log[0]["padding"] for log in others)
-    assert padded > 0.2 > 0.02 > flat
-    assert packs < 0.02
-    assert others[2][0]["imbalance"] < 1.2
-    for part in (
-        r"batch +10 packs of up to 60 tokens per optimizer step = 1 per micro-batch x 5 accumulated x data-parallel 2;",
-        r"padding +\d\.\d% of all computed tokens; as many micro-batches of padded rows would be \d+\.\d% padding",
-        r"balance +busiest replica 1\.\d+x the mean; 5 micro-batches per replica and epoch, with one sample each 5;",
-        r"strategy +ulysses, contiguous layout \(packed documents",
-    ):
-        assert re.search(part, said), part
-
-
-def test_an_adapter_on_a_stream_of_two_datasets(inputs: dict[str, str], tmp_path: Path) -> None:
-    """LoRA under ZeRO-3 with dropout, on 2 x 2 ranks: what is saved opens with peft; the base is as it was."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    before = {path.name: path.read_bytes() for path in Path(inputs["model"]).iterdir()}
-    code, said = sft(
-        inputs, 4, ROOT / "ds_configs" / "zero3.json", tmp_path / "out", "--sequence_parallel_size", "2",
-        "--dataset", inputs["data"], inputs["data"], "--dataset_weights", "1", "2", "--streaming", "--max_steps", "8",
-        "--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj", "--lora_dropout", "0.1",
-        "--learning_rate", "3e-2", "--packing", "--per_device_train_batch_size", "2",
-    )  # fmt: skip
-    assert code == 0, said[-3000:]
-    assert "data  a stream, tokenised as it is read" in said
-    losses = [entry["loss"] for entry in log_of(tmp_path / "out")]
-    assert len(losses) == 8
-    assert sum(losses[-3:]) < sum(losses[:3])
-    assert {path.name: path.read_bytes() for path in Path(inputs["model"]).iterdir()} == before
-    base = AutoModelForCausalLM.from_pretrained(inputs["model"]).eval()
-    ids = torch.arange(20)[None]
-    untrained = base(input_ids=ids).logits
-    adapted = PeftModel.from_pretrained(base, tmp_path / "out")
-    assert (adapted(input_ids=ids).logits - untrained).abs().max() > 1e-2
-    assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 4
-    assert not list((tmp_path / "out").glob("model*.safetensors"))
-
-
 def test_offload_replicas_and_two_levels(inputs: dict[str, str], tmp_path: Path) -> None:
     """4 ranks as 2 x 2, with everything offloaded, or as two levels: the losses of one rank on the same steps."""
     config = ROOT / "ds_configs" / "zero3_offload.json"
@@ -289,7 +233,7 @@ def test_a_killed_rank_ends_the_job(inputs: dict[str, str], tmp_path: Path) -> N
 
 
 def test_a_scheduler_that_takes_the_machine_back_leaves_a_checkpoint(inputs: dict[str, str], tmp_path: Path) -> None:
-    """SIGTERM to every rank: the step ends, a checkpoint is written, the job ends with 0; the run then goes on."""
+    """SIGTERM to every rank: the step ends, a checkpoint is written, the job ends with 0."""
     arguments = (2, ROOT / "ds_configs" / "zero3.json", tmp_path / "out")
     with started(inputs, *arguments, "--max_steps", "100000") as job:
         assert job.stdout is not None
@@ -307,7 +251,3 @@ def test_a_scheduler_that_takes_the_machine_back_leaves_a_checkpoint(inputs: dic
     step = len(log_of(tmp_path / "out"))
     assert f"stopped after step {step}; go on with --resume_from_checkpoint latest" in said
     assert (tmp_path / "out" / f"checkpoint-{step}" / "manifest.json").exists()
-    code, said = sft(inputs, *arguments, "--max_steps", str(step + 2), "--resume_from_checkpoint", "latest")
-    assert code == 0, said[-3000:]
-    assert f"resume  from {tmp_path}/out/checkpoint-{step}, after step {step} of {step + 2}" in said
-    assert [entry["step"] for entry in log_of(tmp_path / "out")] == list(range(1, step + 3))

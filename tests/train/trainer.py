@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -50,7 +51,7 @@ class Fault(NamedTuple):
 
 
 def sft(folder: Path, ranks: int, output: Path, *flags: str, stage: int = 3, fault: Fault | None = None) -> list[str]:
-    """What each rank says at its end: nothing, or its error."""
+    """What each rank says at its end: nothing, or its error. What the first one printed is in the file `said`."""
     arguments = (
         "--model_name_or_path", str(folder / "model"), "--dataset", str(folder / "data.jsonl"),
         "--deepspeed", str(folder / f"zero{stage}.json"), "--output_dir", str(output), "--max_length", "60",
@@ -95,6 +96,8 @@ def _sft(folder: str, arguments: tuple[str, ...], fault: Fault | None) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with (
+        (Path(folder) / ("said" if dist.get_rank() == 0 else os.devnull)).open("w") as said,
+        redirect_stdout(said),
         patch.object(train.loop, "one_step", faulty_step),
         patch.object(train.checkpoints, "save_state", faulty_save),
         patch.object(dist, "destroy_process_group"),
