@@ -25,7 +25,6 @@ PRELOAD = [
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "tests.parity.attention",
     "tests.parity.training",
-    "train.sft",
 ]
 LIMIT = 120.0
 """Seconds for one run, all ranks together."""
