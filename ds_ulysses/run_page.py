@@ -78,7 +78,7 @@ def _plot(keys: tuple[str, ...], runs: dict[str, list[Entry]]) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("Plots need matplotlib: pip install matplotlib.") from error
+        raise ValueError("Plots need matplotlib, which is not installed: pip install matplotlib.") from error
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.add_subplot(xlabel="step")
     for name, entries in runs.items():
