@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ds_ulysses.checkpoint import STATE
+from ds_ulysses.sizing import empty_model
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -71,8 +72,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 def _empty_model(checkpoint: Path) -> Any:
     """The model by its config, without weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    model = empty_model(AutoConfig.from_pretrained(checkpoint))
     if (checkpoint / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint)
     return model

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_ulysses.config import SequenceParallelConfig
@@ -52,21 +53,41 @@ def plan(wish: Wish) -> tuple[str, dict[str, Any] | None]:
     return "\n".join(lines), deepspeed_json(best)
 
 
+def empty_model(config: Any) -> Any:
+    """The model by its config, without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def num_active_weights(model: Any) -> float:
+    """Weights that a token is multiplied with: no embeddings, and of all experts those that it is sent to."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings.discard(id(model.get_output_embeddings().weight))  # a tied one multiplies as the output layer
+    per_token, num_experts = _experts(model.config)
+    return sum(
+        p.numel() * (per_token / num_experts if ".experts." in name else 1)
+        for name, p in model.named_parameters()
+        if p.dim() > 1 and not name.endswith("bias") and id(p) not in embeddings
+    )
+
+
+def _experts(config: Any) -> tuple[int, int]:
+    """That a token is sent to, and all; 1 and 1 without experts."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((n for name in names if (n := getattr(config, name, None))), 1)
+    return getattr(config, "num_experts_per_tok", None) or 1, num_experts
+
+
 def shape_of(config: Any) -> ModelShape:
     """By the config; weights are counted without making them."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    weights = {name: p.numel() for name, p in model.named_parameters()}
-    num_experts = next((n for key in EXPERTS if (n := getattr(config, key, None))), 1)
-    per_token = getattr(config, "num_experts_per_tok", None) or 1
-    idle = sum(n for name, n in weights.items() if ".experts." in name) * (1 - per_token / num_experts)
-    lookup = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    model = empty_model(config)
+    per_token, num_experts = _experts(config)
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if num_experts > 1:
         width = per_token * (getattr(config, "moe_intermediate_size", None) or width)
     return ModelShape(
-        num_weights=sum(weights.values()),
-        num_active=sum(weights.values()) - lookup - idle,
+        num_weights=sum(p.numel() for p in model.parameters()),
+        num_active=num_active_weights(model),
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         intermediate_size=width,
@@ -75,9 +96,6 @@ def shape_of(config: Any) -> ModelShape:
         head_dim=head_dims(config)[0],
         vocab_size=config.vocab_size,
     )
-
-
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _ways(wish: Wish, config: Any) -> Iterator[Setup]:

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
 
+from ds_ulysses.sizing import empty_model, num_active_weights
 from ds_ulysses.support import head_counts, head_dims, is_bidirectional
 
 
@@ -59,22 +57,4 @@ def cost_of(config: Any) -> Cost:
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     num_windowed = kinds.count("sliding_attention") if window else 0
     quadratic, windowed = of_layer * (len(kinds) - num_windowed), of_layer * num_windowed
-    return Cost(6.0 * num_active_weights(config), quadratic, windowed, window or 0)
-
-
-def num_active_weights(config: Any) -> float:
-    """Weights that a token is multiplied with: no embeddings, and of all experts those that it is sent to."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    embeddings.discard(id(model.get_output_embeddings().weight))  # a tied one multiplies as the output layer
-    num_experts = next((n for key in EXPERT_COUNTS if (n := getattr(config, key, None))), 1)
-    share = (getattr(config, "num_experts_per_tok", None) or 1) / num_experts
-    return sum(
-        p.numel() * (share if ".experts." in name else 1)
-        for name, p in model.named_parameters()
-        if p.dim() > 1 and not name.endswith("bias") and id(p) not in embeddings
-    )
-
-
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+    return Cost(6.0 * num_active_weights(empty_model(config)), quadratic, windowed, window or 0)
