@@ -6,7 +6,6 @@ The other side shares no code with this package: plain transformers, eager atten
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -129,7 +128,6 @@ def _all_ranks(
     mine = documents[engine.topology.dp_rank]
     ids = torch.cat(mine)[None]
     positions = torch.cat([torch.arange(len(document)) for document in mine])[None]
-    gc.collect()
     with ledger() as book:
         shard = shard_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, engine.topology)
         loss = engine(**shard).loss

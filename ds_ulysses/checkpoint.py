@@ -49,13 +49,17 @@ def _saved_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     embeddings = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
     for name, parameter in model.named_parameters():
-        if not hasattr(model, "peft_config") or parameter.requires_grad or id(parameter) in embeddings:
+        if not _has_adapter(model) or parameter.requires_grad or id(parameter) in embeddings:
             yield name, parameter
+
+
+def _has_adapter(module: nn.Module) -> bool:
+    return hasattr(module, "peft_config")
 
 
 def _savable(module: nn.Module) -> Any:
     """peft's wrapper if there is one, else the Hugging Face model."""
-    wrapper = next((m for m in module.modules() if hasattr(m, "peft_config")), None)
+    wrapper = next(filter(_has_adapter, module.modules()), None)
     if wrapper is None:
         return find_model(module)
     if not hasattr(wrapper, "get_base_model"):
@@ -71,7 +75,7 @@ def save_state(engine: SequenceParallelEngine, folder: str | Path) -> None:
 
     Of a model with an adapter the frozen weights are left out, as the base model has them.
     """
-    has_adapter = hasattr(_savable(engine.module), "peft_config")
+    has_adapter = _has_adapter(_savable(engine.module))
     engine.save_checkpoint(str(folder), tag=STATE, save_latest=False, exclude_frozen_parameters=has_adapter)
 
 
@@ -81,7 +85,7 @@ def load_state(engine: SequenceParallelEngine, folder: str | Path) -> None:
     Otherwise `make_universal` comes first, and the engine's JSON says `"checkpoint": {"load_universal": true}`.
     """
     universal = engine.load_universal_checkpoint()
-    has_adapter = hasattr(_savable(engine.module), "peft_config")
+    has_adapter = _has_adapter(_savable(engine.module))
     groups = engine.optimizer.param_groups
     settings = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
     path, _ = engine.load_checkpoint(

@@ -55,6 +55,10 @@ class Hardware:
     network_bandwidth: float = 45e9
     gpus_per_node: int = 8
 
+    def bandwidth(self, num_ranks: int) -> float:
+        """Between so many consecutive ranks, which are on one node or not."""
+        return self.node_bandwidth if num_ranks <= self.gpus_per_node else self.network_bandwidth
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -102,7 +106,7 @@ def step_time(model: ModelShape, setup: Setup, hardware: Hardware) -> dict[str, 
     products = 8 * model.num_active * setup.shard
     attention = 4.5 * model.num_layers * 2 * setup.tokens * setup.shard * model.num_heads * model.head_dim
     exchange = sum(
-        size / (hardware.node_bandwidth if level_is_near(level, setup.mesh, hardware) else hardware.network_bandwidth)
+        size / hardware.bandwidth(setup.mesh.ulysses_size if level == "ulysses" else setup.sp_size)
         for level, size in sent(model, setup).items()
     )
     times = {
@@ -111,8 +115,8 @@ def step_time(model: ModelShape, setup: Setup, hardware: Hardware) -> dict[str, 
         "exchange": exchange,
     }
     share = (setup.num_ranks - 1) / setup.num_ranks
-    bandwidth = hardware.node_bandwidth if setup.num_ranks <= hardware.gpus_per_node else hardware.network_bandwidth
-    gathering = 3 * 2 * model.num_weights * share / bandwidth if setup.zero_stage == 3 else 0.0
+    gathered = 3 * 2 * model.num_weights * share if setup.zero_stage == 3 else 0.0
+    gathering = gathered / hardware.bandwidth(setup.num_ranks)
     return times | {"ZeRO beyond that": max(0.0, gathering - sum(times.values()))}
 
 
@@ -127,12 +131,6 @@ def sent(model: ModelShape, setup: Setup) -> dict[str, float]:
         * model.num_layers
         for level in sorted({entry.level for entry in entries})
     }
-
-
-def level_is_near(level: str, mesh: Mesh, hardware: Hardware) -> bool:
-    """Whether its ranks are on one node."""
-    reach = mesh.ulysses_size if level == "ulysses" else mesh.ulysses_size * mesh.ring_size
-    return reach <= hardware.gpus_per_node
 
 
 def longest_row(model: ModelShape, setup: Setup, hardware: Hardware) -> int:

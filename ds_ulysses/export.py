@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ds_ulysses.checkpoint import STATE
+from ds_ulysses.files import finished_folder
 from ds_ulysses.sizing import empty_model
 
 TOKENIZER_FILES = (
@@ -32,7 +33,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "fp32", merge: bool = Fa
     Of a run with an adapter that is the adapter alone, or, with `merge`, the base model with it added. Raises
     `ValueError` for a folder that is no checkpoint, and a target that holds files already.
     """
-    has_adapter = (checkpoint / "adapter_config.json").is_file()
+    has_adapter = _has_adapter(checkpoint)
     if not (checkpoint / STATE).is_dir():
         raise ValueError(
             f"{checkpoint} is no checkpoint: it has no folder {STATE}. Give a folder such as checkpoint-100."
@@ -42,20 +43,20 @@ def export(checkpoint: Path, target: Path, dtype: str = "fp32", merge: bool = Fa
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty. Choose another folder.")
     weights = {name: weight.to(DTYPES[dtype]) for name, weight in read_weights(checkpoint).items()}
-    scratch = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    if has_adapter:
-        _save_adapter(checkpoint, scratch, weights, merge)
-    else:
-        model = _empty_model(checkpoint)
-        model.load_state_dict(weights, strict=True, assign=True)
-        model.save_pretrained(scratch)
-    for pattern in TOKENIZER_FILES:
-        for file in checkpoint.glob(pattern):
-            shutil.copy(file, scratch)
-    if target.exists():
-        target.rmdir()
-    scratch.rename(target)
+    with finished_folder(target) as folder:
+        if has_adapter:
+            _save_adapter(checkpoint, folder, weights, merge)
+        else:
+            model = _empty_model(checkpoint)
+            model.load_state_dict(weights, strict=True, assign=True)
+            model.save_pretrained(folder)
+        for pattern in TOKENIZER_FILES:
+            for file in checkpoint.glob(pattern):
+                shutil.copy(file, folder)
+
+
+def _has_adapter(checkpoint: Path) -> bool:
+    return (checkpoint / "adapter_config.json").is_file()
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -64,7 +65,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     if not list(folder.glob("*_optim_states.pt")):
         state: dict[str, Tensor] = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]
         return state
-    frozen_left_out = (checkpoint / "adapter_config.json").is_file()
+    frozen_left_out = _has_adapter(checkpoint)
     return dict(
         get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), STATE, exclude_frozen_parameters=frozen_left_out)
     )
@@ -86,7 +87,7 @@ def _save_adapter(checkpoint: Path, target: Path, weights: dict[str, Tensor], me
     dtype = next(iter(weights.values())).dtype
     base = AutoModelForCausalLM.from_pretrained(adapter.base_model_name_or_path, dtype=dtype)
     model = get_peft_model(base, adapter)
-    missing = model.load_state_dict(weights, strict=False)
-    assert not missing.unexpected_keys, missing.unexpected_keys
+    loaded = model.load_state_dict(weights, strict=False)
+    assert not loaded.unexpected_keys, loaded.unexpected_keys
     merged: Any = model.merge_and_unload()
     merged.save_pretrained(target)

@@ -45,8 +45,7 @@ def plan(wish: Wish) -> tuple[str, dict[str, Any] | None]:
         "",
     ]
     if best is None:
-        roomiest = max(ways, key=lambda way: longest_row(model, way, wish.hardware))
-        longest = longest_row(model, roomiest, wish.hardware)
+        longest = max(longest_row(model, way, wish.hardware) for way in ways)
         lines.append(f"Nothing fits. {wish.num_ranks} GPUs hold at most {longest:,} tokens: take more of them.")
         return "\n".join(lines), None
     lines += _details(model, best, wish.hardware)
@@ -127,12 +126,8 @@ def _table(model: ModelShape, ways: list[Setup], hardware: Hardware) -> list[str
 def _details(model: ModelShape, best: Setup, hardware: Hardware) -> list[str]:
     parts, times = memory(model, best), step_time(model, best, hardware)
     longest = longest_row(model, best, hardware)
-    growth = {
-        name: memory(model, replace(best, tokens=2 * longest))[name]
-        - memory(model, replace(best, tokens=longest))[name]
-        for name in parts
-    }
-    most = max(growth, key=growth.__getitem__)
+    at, twice = (memory(model, replace(best, tokens=n * longest)) for n in (1, 2))
+    most = max(parts, key=lambda name: twice[name] - at[name])
     strategy = f"{best.mesh.strategy}, {best.mesh.reason}" if best.mesh.reason else best.mesh.strategy
     offload = ", optimizer offloaded" if best.offload else ""
     replicas = best.num_ranks // best.sp_size

@@ -129,6 +129,10 @@ class SftArguments:
         self._check_data()
         self._check_evaluation()
         self._check_saving()
+        if self.use_peft and self.lora_r < 1:
+            raise ValueError(f"--lora_r is {self.lora_r}, but it must be at least 1.")
+        if unknown := set(self.report_to) - {"none", *MONITORS}:
+            raise ValueError(f"--report_to is {', '.join(unknown)}. Choose of: none, {', '.join(MONITORS)}.")
         if self.max_length < 2:
             raise ValueError("--max_length is 1, but a sample needs a token to predict from and one to predict.")
         if self.lr_scheduler_type not in (names := [schedule.value for schedule in SchedulerType]):
@@ -144,18 +148,11 @@ class SftArguments:
             )
         if self.streaming and self.max_steps < 1:
             raise ValueError("--streaming needs --max_steps: how long an epoch is, is not known beforehand.")
-        if self.use_peft and self.lora_r < 1:
-            raise ValueError(f"--lora_r is {self.lora_r}, but it must be at least 1.")
 
     def _check_evaluation(self) -> None:
-        if self.eval_strategy not in ("no", "steps", "epoch"):
-            raise ValueError(f"--eval_strategy is {self.eval_strategy!r}. Choose one of: no, steps, epoch.")
+        self._check_strategy("eval_strategy")
         if (self.eval_strategy != "no") != bool(self.eval_dataset):
             raise ValueError("Give --eval_strategy steps or epoch together with --eval_dataset, or neither of them.")
-        if self.eval_strategy == "epoch" and self.streaming:
-            raise ValueError(
-                "--eval_strategy epoch needs to know an epoch's end, which --streaming does not: use steps."
-            )
         if min(self.eval_steps, self.per_device_eval_batch_size or 1, self.early_stopping_patience or 1) < 1:
             raise ValueError(
                 "--eval_steps, --per_device_eval_batch_size and --early_stopping_patience must be at least 1."
@@ -164,16 +161,15 @@ class SftArguments:
             raise ValueError("--early_stopping_patience watches the loss of --eval_strategy, which is no.")
 
     def _check_saving(self) -> None:
-        if unknown := set(self.report_to) - {"none", *MONITORS}:
-            raise ValueError(f"--report_to is {', '.join(unknown)}. Choose of: none, {', '.join(MONITORS)}.")
-        if self.save_strategy not in ("no", "steps", "epoch"):
-            raise ValueError(f"--save_strategy is {self.save_strategy!r}. Choose one of: no, steps, epoch.")
-        if self.save_strategy == "epoch" and self.streaming:
-            raise ValueError(
-                "--save_strategy epoch needs to know an epoch's end, which --streaming does not: use steps."
-            )
+        self._check_strategy("save_strategy")
         if min(self.save_steps, self.save_total_limit or 1) < 1 or self.save_total_limit == 0:
             raise ValueError("--save_steps and --save_total_limit must be at least 1.")
+
+    def _check_strategy(self, name: str) -> None:
+        if (strategy := getattr(self, name)) not in ("no", "steps", "epoch"):
+            raise ValueError(f"--{name} is {strategy!r}. Choose one of: no, steps, epoch.")
+        if strategy == "epoch" and self.streaming:
+            raise ValueError(f"--{name} epoch needs to know an epoch's end, which --streaming does not: use steps.")
 
 
 def parse_arguments(argv: list[str] | None = None) -> SftArguments:

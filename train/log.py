@@ -10,12 +10,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ds_ulysses.run_page import LOG
 from train.device import peak_flops, peak_memory
 from train.evaluate import Evaluation
 from train.run import Run
 from train.survey import Survey
-
-FILE_NAME = "train_log.jsonl"
 
 
 class TrainingLog:
@@ -29,7 +28,7 @@ class TrainingLog:
         self._progress, self._monitor = run.progress, run.engine.monitor
         self._num_devices, self._peak_flops = run.engine.topology.world_size, peak_flops()
         self._bar: Any = tqdm(total=run.num_steps, initial=done, desc="training", unit="step", disable=not writes)
-        self._file = _continued(run.output_dir / FILE_NAME, done).open("a", encoding="utf-8") if writes else None
+        self._file = _continued(run.output_dir / LOG, done).open("a", encoding="utf-8") if writes else None
         self._begun = time.monotonic()
 
     def step(self, batches: Survey, **values: float | None) -> None:

@@ -29,7 +29,7 @@ def start_report(
     survey = None
     if isinstance(samples, Samples):
         survey = survey_epoch(samples.documents, len(samples), batching, topology.sp_size)
-    longest = survey.longest if survey else _longest(batching, topology.sp_size)
+    longest = survey.longest if survey else Survey(batching, topology.sp_size).filled(_longest(batching))
     sections = {
         "mesh": _mesh(topology, config),
         "batch": _batch(batching, survey),
@@ -97,10 +97,9 @@ def _balance(batching: Batching, survey: Survey | None) -> str:
     )
 
 
-def _longest(batching: Batching, sp_size: int) -> int:
-    """Tokens of a row that is as long as it may be, filled up to what the ranks can share."""
-    tokens = batching.max_length * (batching.sizes.micro if batching.flat else 1)
-    return -(-tokens // sp_size) * sp_size
+def _longest(batching: Batching) -> int:
+    """Tokens of a row that is as long as it may be."""
+    return batching.max_length * (batching.sizes.micro if batching.flat else 1)
 
 
 def _strategy(topology: Topology, longest: int) -> str:

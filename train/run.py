@@ -27,7 +27,7 @@ class Progress:
     num_evals_without_gain: int = 0
 
     def note(self, evaluation: Evaluation) -> None:
-        """Whether the loss is the lowest so far."""
+        """Keep the lowest loss, and how many evaluations ago it was."""
         if evaluation.loss < self.best_eval_loss:
             self.best_eval_loss, self.num_evals_without_gain = evaluation.loss, 0
         else:

@@ -22,6 +22,7 @@ import ds_ulysses
 from ds_ulysses.checkpoint import save_pretrained
 from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, load_deepspeed_json, resolve_batch_sizes
 from ds_ulysses.engine import choose_kernel
+from ds_ulysses.files import finished_folder
 from ds_ulysses.support import head_counts, refuse_unsupported_model
 from ds_ulysses.topology import Topology, init_distributed
 from train.arguments import SftArguments, parse_arguments
@@ -30,7 +31,6 @@ from train.cost import cost_of
 from train.data import Samples
 from train.deepspeed_auto import fill_from_arguments, fill_from_data, fill_from_model
 from train.faults import NotFinite
-from train.files import finished_folder
 from train.loop import train
 from train.model import build_engine, load_model_config, load_tokenizer
 from train.reading import read_data, read_eval_data

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.tokenizers import WORDS, tiny_checkpoint
+from tests.train.tokenizers import tiny_checkpoint
+from tests.train.trainer import log_of, write_chats
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 DEEPSPEED = Path(sys.executable).with_name("deepspeed")
-QUESTIONS = WORDS.split()
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +31,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A tiny checkpoint, 10 chats of many lengths, a stale lock of DeepSpeed's compiler, and caches of our own."""
     folder = tmp_path_factory.mktemp("inputs")
     tiny_checkpoint(folder / "model", num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
-    answers = [" ".join(QUESTIONS[(i * j) % len(QUESTIONS)] for j in range(1, 6 + 7 * i)) for i in range(10)]
-    chats = [
-        [{"role": "user", "content": QUESTIONS[i]}, {"role": "assistant", "content": answer}]
-        for i, answer in enumerate(answers)
-    ]
-    (folder / "data.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    write_chats(folder / "data.jsonl", 10, growth=7)
     extensions = folder / "extensions"
     for op in ("deepspeed_shm_comm", "cpu_adam", "fused_adam"):
         (extensions / op).mkdir(parents=True)
@@ -86,10 +81,6 @@ def sft(inputs: dict[str, str], *arguments: Any) -> tuple[int, str]:
     with started(inputs, *arguments) as job:
         said, _ = job.communicate(timeout=100)
         return job.returncode, said
-
-
-def log_of(output: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
 
 
 def test_two_ranks_train_like_one(inputs: dict[str, str], tmp_path: Path) -> None:

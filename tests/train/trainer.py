@@ -24,12 +24,7 @@ QUESTIONS = WORDS.split()
 def inputs(folder: Path, num_samples: int = 12, **model: Any) -> Path:
     """A model, data.jsonl with chats of many lengths, and DeepSpeed JSONs zero0 to zero3."""
     tiny_checkpoint(folder / "model", num_attention_heads=6, num_key_value_heads=3, hidden_size=48, **model)
-    answers = [" ".join(QUESTIONS[(i * j) % len(QUESTIONS)] for j in range(1, 6 + 5 * i)) for i in range(num_samples)]
-    chats = [
-        [{"role": "user", "content": QUESTIONS[i % 20]}, {"role": "assistant", "content": answer}]
-        for i, answer in enumerate(answers)
-    ]
-    (folder / "data.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    write_chats(folder / "data.jsonl", num_samples, growth=5)
     for stage in range(4):
         # Weights as small as these would by default not be cut, and fetched ahead all at once.
         zero = {"stage": stage}
@@ -38,6 +33,18 @@ def inputs(folder: Path, num_samples: int = 12, **model: Any) -> Path:
         config = {"zero_optimization": zero, "sequence_parallel_size": "auto"}
         (folder / f"zero{stage}.json").write_text(json.dumps(config))
     return folder
+
+
+def write_chats(file: Path, num_samples: int, growth: int) -> None:
+    """Each answer has `growth` words more than the one before."""
+    answers = [
+        " ".join(QUESTIONS[(i * j) % len(QUESTIONS)] for j in range(1, 6 + growth * i)) for i in range(num_samples)
+    ]
+    chats = [
+        [{"role": "user", "content": QUESTIONS[i % 20]}, {"role": "assistant", "content": answer}]
+        for i, answer in enumerate(answers)
+    ]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
 
 class Fault(NamedTuple):
