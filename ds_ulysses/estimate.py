@@ -10,9 +10,11 @@ the vocabulary, H and K query and KV heads of D channels; bytes of one rank:
     loss                            8 V for each token of a tile, and 4 V h for the gradient of the output layer
     runtime                         3 GiB: context of the device, buffers of communication
 
-Time: operations at 60 % of the peak in matrix products, 58 % in attention, with everything computed once more in the
-backward; then what the exchanges send, and ZeRO-3's gathering as far as it takes longer than all of that. The shares,
-the factor 4 and the runtime are fitted to published runs, which a test compares with.
+Time: operations at 60 % of the peak in matrix products, at 58 % in attention, with everything computed once more in the
+backward; then what the exchanges send, and ZeRO-3's gathering as far as it takes longer than all of that. Attention in
+pieces of n tokens, as a ring takes them, is n / (n + 1300) as fast: what flash kernels on an H100 lose between 64K and
+2K ("DistCA", arXiv:2510.18121, its measured table). The shares, the factor 4 and the runtime are fitted to published
+runs, which a test compares with.
 """
 
 from __future__ import annotations
@@ -105,13 +107,16 @@ def step_time(model: ModelShape, setup: Setup, hardware: Hardware) -> dict[str, 
     """Seconds of a micro-batch, forward and backward, by part; a causal row that is one document."""
     products = 8 * model.num_active * setup.shard
     attention = 4.5 * model.num_layers * 2 * setup.tokens * setup.shard * model.num_heads * model.head_dim
+    piece = setup.tokens / (
+        2 * setup.mesh.ring_size if setup.mesh.ring_size > 1 else 1
+    )  # a ring's zigzag has two a rank
     exchange = sum(
         size / hardware.bandwidth(setup.mesh.ulysses_size if level == "ulysses" else setup.sp_size)
         for level, size in sent(model, setup).items()
     )
     times = {
         "matrix products": products / (0.6 * hardware.peak_flops),
-        "attention": attention / (0.58 * hardware.peak_flops),
+        "attention": attention / (0.58 * hardware.peak_flops * piece / (piece + 1300)),
         "exchange": exchange,
     }
     share = (setup.num_ranks - 1) / setup.num_ranks

@@ -17,7 +17,7 @@ from ds_ulysses.support import head_counts, head_dims, refuse_unsupported_model
 
 ASSUMPTIONS = (
     "Assumed: bf16, gradient checkpointing, AdamW, one causal document a row, one row a micro-batch; matrix products "
-    "at 60 % and attention at 58 % of {peak:.0f} TFLOPS, links at {near:.0f} GB/s in a node and {far:.0f} GB/s between."
+    "at 60 %, attention at up to 58 % of {peak:.0f} TFLOPS; links at {near:.0f} GB/s in a node, {far:.0f} GB/s between."
 )
 
 
