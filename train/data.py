@@ -63,6 +63,8 @@ class Samples:
     """Tokenised samples, and what became of the rows."""
 
     rows: Dataset
+    ids: Tensor
+    """Which row each sample is; those that teach nothing are none."""
     lengths: Tensor
     """Tokens of each sample."""
     num_targets: Tensor
@@ -72,13 +74,12 @@ class Samples:
     """Rows without a supervised token, which teach nothing."""
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.ids)
 
     def documents(self, epoch: int, seed: int) -> Iterator[Document]:
         """All samples, in an order that depends on the seed and the epoch alone."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed + epoch))
-        facts = self.lengths[order].tolist(), self.num_targets[order].tolist()
-        return map(Document, order.tolist(), *facts)
+        return map(Document, *(facts[order].tolist() for facts in (self.ids, self.lengths, self.num_targets)))
 
     def fetch(self, document: Document) -> Sample:
         row: Sample = self.rows[document.id]
@@ -114,14 +115,15 @@ def mix(parts: Sequence[Any], weights: Sequence[float] | None, seed: int) -> Any
 
 def count(tokenized: Dataset, max_length: int) -> Samples:
     """Leave out what teaches nothing. Raises `ValueError` if that is everything."""
-    kept = tokenized.filter(lambda row: row["num_targets"] > 0)
-    if len(kept) == 0:
+    lengths, num_targets = (torch.tensor(tokenized[column][:]) for column in ("length", "num_targets"))
+    ids = num_targets.nonzero().flatten()
+    if len(ids) == 0:
         raise ValueError(
             f"None of the {len(tokenized)} rows has a supervised token within {max_length} tokens: nothing would be "
             f"learnt. Raise --max_length, or check that the assistant says something."
         )
-    lengths, num_targets = (torch.tensor(kept[column][:]) for column in ("length", "num_targets"))
-    return Samples(kept, lengths, num_targets, sum(tokenized["cut"][:]), len(tokenized) - len(kept))
+    num_cut, num_skipped = sum(tokenized["cut"][:]), len(tokenized) - len(ids)
+    return Samples(tokenized, ids, lengths[ids], num_targets[ids], num_cut, num_skipped)
 
 
 def collate(samples: Sequence[Sample], flat: bool) -> dict[str, Tensor]:

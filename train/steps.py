@@ -28,7 +28,7 @@ class Document(NamedTuple):
     """A sample: which, and what is to be known of it beforehand."""
 
     id: int
-    """Its place in the data."""
+    """Its row in the data, or its place in a stream."""
     length: int
     num_targets: int
     tokens: Any = None

@@ -27,6 +27,9 @@ def test_rows_without_a_target_are_counted_and_left_out() -> None:
     assert (len(samples), samples.num_skipped, samples.num_cut) == (2, 1, 1)
     assert samples.lengths.tolist() == [13, 12]
     assert samples.num_targets.tolist() == [3, 2]
+    documents = sorted(samples.documents(0, 0))
+    assert [document.id for document in documents] == [0, 2], "they go by their rows"
+    assert [len(samples.fetch(document)["input_ids"]) for document in documents] == [13, 12]
 
 
 def test_data_without_any_target_is_an_error() -> None:

@@ -39,6 +39,9 @@ WAYS: dict[str, tuple[int, int, list[str]]] = {
     "zero 3, packed adapter with dropout": (
         2, 3, ["--packing", "--use_peft", "--lora_dropout", "0.3", "--lora_target_modules", "q_proj", "v_proj"],
     ),
+    "zero 0, bf16": (2, 0, ["--bf16", "true"]),
+    "zero 1, bf16": (2, 1, ["--bf16", "true", "--gradient_accumulation_steps", "2"]),
+    "zero 3, bf16": (2, 3, ["--bf16", "true", "--gradient_accumulation_steps", "2"]),
     "zero 2, a stream": (2, 2, ["--streaming", "--per_device_train_batch_size", "3"]),
 }  # fmt: skip
 
@@ -120,6 +123,34 @@ def test_resume_elsewhere(
         assert [entry[key] for entry in found] == pytest.approx([entry[key] for entry in right], rel=1e-5), key
     assert {step: ids for step, ids in ids_of(whole).items() if step > 3} == ids_of(tmp_path / "out")
     assert {path: path.stat().st_size for path in checkpoint.rglob("*")} == files, "what it was converted to is gone"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_of_a_run_may_become_ranks_of_a_sequence_or_one(folder: Path, tmp_path: Path, stage: int) -> None:
+    """Pairs on 4 ranks: all four share a sequence, or one rank does it all; and back to pairs."""
+    pairs, four, one = (4, "2", "1"), (4, "4", "2"), (1, "1", "2")
+    right = None
+    for ranks, sp_size, accumulation in (pairs, four, one, pairs):
+        flags = [*CONTINUED, "--sequence_parallel_size", sp_size, "--gradient_accumulation_steps", accumulation]
+        output = tmp_path / f"{ranks} {sp_size}"
+        if right is not None:
+            flags += ["--resume_from_checkpoint", str(right / "checkpoint-3")]
+        assert sft(folder, ranks, output, *flags, stage=stage) == [""] * ranks
+        right = right or output
+        for key in ("loss", "grad_norm", "learning_rate", "num_tokens"):
+            found, expected = ([entry[key] for entry in log_of(run)[-3:]] for run in (output, right))
+            assert found == pytest.approx(expected, rel=1e-5), (key, output)
+
+
+@pytest.mark.parametrize(("saved", "stage"), [(3, 2), (2, 3)])
+def test_resume_of_bf16_training_at_another_stage(folder: Path, tmp_path: Path, saved: int, stage: int) -> None:
+    flags = [*CONTINUED, "--bf16", "true", "--gradient_accumulation_steps", "2"]
+    assert sft(folder, 2, tmp_path / "whole", *flags, stage=saved) == [""] * 2
+    flags += ["--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-3")]
+    assert sft(folder, 2, tmp_path / "out", *flags, stage=stage) == [""] * 2
+    found, right = log_of(tmp_path / "out"), log_of(tmp_path / "whole")[3:]
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert [entry[key] for entry in found] == pytest.approx([entry[key] for entry in right], rel=1e-5), key
 
 
 def damage(checkpoint: Path, how: str) -> None:

@@ -59,18 +59,43 @@ class Fault(NamedTuple):
 
 def sft(folder: Path, ranks: int, output: Path, *flags: str, stage: int = 3, fault: Fault | None = None) -> list[str]:
     """What each rank says at its end: nothing, or its error. What the first one printed is in the file `said`."""
-    arguments = (
+    return run_ranks(_sft, ranks, str(folder), arguments_of(folder, output, stage, *flags), fault)
+
+
+def tokens_seen(
+    folder: Path, ranks: int, output: Path, *flags: str, stage: int = 3, fault: Fault | None = None
+) -> list[list[list[int]]]:
+    """`sft`; of each rank and micro-batch, the tokens that its model was given."""
+    return run_ranks(_watched_sft, ranks, str(folder), arguments_of(folder, output, stage, *flags), fault)
+
+
+def arguments_of(folder: Path, output: Path, stage: int, *flags: str) -> tuple[str, ...]:
+    return (
         "--model_name_or_path", str(folder / "model"), "--dataset", str(folder / "data.jsonl"),
         "--deepspeed", str(folder / f"zero{stage}.json"), "--output_dir", str(output), "--max_length", "60",
         "--learning_rate", "1e-2", *flags,
     )  # fmt: skip
-    return run_ranks(_sft, ranks, str(folder), arguments, fault)
 
 
 def killed(*arguments: Any, **options: Any) -> None:
     """`sft`, of which a rank dies."""
     with pytest.raises(RankFailed, match="died without a word"):
         sft(*arguments, **options)
+
+
+def _watched_sft(*arguments: Any) -> list[list[int]]:
+    import ds_ulysses
+
+    shard_batch, seen = ds_ulysses.shard_batch, []
+
+    def watched(*batch: Any) -> Any:
+        shard = shard_batch(*batch)
+        seen.append(shard["input_ids"].flatten().tolist())
+        return shard
+
+    with patch.object(ds_ulysses, "shard_batch", watched):
+        assert _sft(*arguments) == ""
+    return seen
 
 
 def _sft(folder: str, arguments: tuple[str, ...], fault: Fault | None) -> str:
