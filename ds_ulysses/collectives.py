@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 
-from ds_ulysses.ledger import Direction, Entry, record
+from ds_ulysses.ledger import Direction, Entry, record, waiting
 
 # New names of old functions, which warn where the new ones exist.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,8 +32,9 @@ class Pending(Generic[T]):
         self._arriving, self._works, self._sent = arriving, works, sent
 
     def wait(self) -> T:
-        for work in self._works:
-            work.wait()
+        with waiting(self._sent):
+            for work in self._works:
+                work.wait()
         self._sent = None
         return self._arriving
 

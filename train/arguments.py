@@ -12,7 +12,7 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
-MONITORS = ("tensorboard", "wandb", "comet")
+MONITORS = ("tensorboard", "wandb")
 
 
 @dataclass
@@ -54,9 +54,7 @@ class SftArguments:
     )
     report_to: list[str] = field(
         default_factory=list,
-        metadata={
-            "help": "tensorboard, wandb, comet: where the log goes too, by DeepSpeed's monitor. Default: nowhere."
-        },
+        metadata={"help": "tensorboard, wandb: where the log goes too, by DeepSpeed's monitor. Default: nowhere."},
     )
     save_strategy: str = field(default="steps", metadata={"help": "no, steps or epoch: when to write a checkpoint."})
     save_steps: int = field(default=500, metadata={"help": "Optimizer steps between two checkpoints."})
@@ -67,6 +65,10 @@ class SftArguments:
     )
     skip_nonfinite_steps: bool = field(
         default=False, metadata={"help": "Leave out steps whose gradient is not finite, instead of stopping."}
+    )
+    loss_spike_threshold: float = field(
+        default=5.0,
+        metadata={"help": "Standard deviations above the last steps from which a loss is reported; 0: never."},
     )
     step_timeout: int = field(
         default=0, metadata={"help": "Seconds after which a step that hangs shows its stacks and ends; 0: never."}
@@ -137,6 +139,8 @@ class SftArguments:
             raise ValueError("--max_length is 1, but a sample needs a token to predict from and one to predict.")
         if self.lr_scheduler_type not in (names := [schedule.value for schedule in SchedulerType]):
             raise ValueError(f"--lr_scheduler_type is {self.lr_scheduler_type!r}. Choose one of: {', '.join(names)}.")
+        if min(self.step_timeout, self.loss_spike_threshold) < 0:
+            raise ValueError("--step_timeout and --loss_spike_threshold must be at least 0, which means never.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ValueError("--max_steps 0 or --num_train_epochs 0 would train nothing.")
 

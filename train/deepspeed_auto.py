@@ -24,7 +24,7 @@ def fill_from_arguments(config: dict[str, Any], arguments: SftArguments, world_s
     for monitor in set(arguments.report_to) & set(MONITORS):
         config.setdefault(monitor, {}).setdefault("enabled", True)
     if "tensorboard" in config:
-        config["tensorboard"].setdefault("output_path", arguments.output_dir)
+        config["tensorboard"] = {"output_path": arguments.output_dir, "job_name": "tensorboard"} | config["tensorboard"]
     if config.get("sequence_parallel_size") == AUTO:
         config["sequence_parallel_size"] = arguments.sequence_parallel_size or world_size
     differing = [

@@ -14,6 +14,8 @@ from ds_ulysses.run_page import LOG
 from train.device import peak_flops, peak_memory
 from train.evaluate import Evaluation
 from train.run import Run
+from train.spikes import Spike
+from train.steps import StepPlan
 from train.survey import Survey
 
 
@@ -29,12 +31,15 @@ class TrainingLog:
         self._num_devices, self._peak_flops = run.engine.topology.world_size, peak_flops()
         self._bar: Any = tqdm(total=run.num_steps, initial=done, desc="training", unit="step", disable=not writes)
         self._file = _continued(run.output_dir / LOG, done).open("a", encoding="utf-8") if writes else None
+        self.losses_before = _losses(run.output_dir / LOG) if writes else []
+        """Of the steps that are done; on the first rank only."""
         self._begun = time.monotonic()
 
     def step(self, batches: Survey, **values: float | None) -> None:
         """Log an optimizer step that was just counted. Rates are of real tokens since the last entry.
 
         `tflops_per_device` and `mfu` count the model's operations alone: causal pairs, nothing that is recomputed.
+        Memory, bytes and seconds of exchanges are those of this rank.
         """
         seconds = self._seconds()
         flops = batches.model_flops / seconds / self._num_devices
@@ -64,6 +69,19 @@ class TrainingLog:
         if self._file is not None:
             self._bar.write(f"step {self._progress.step}: eval_loss {evaluation.loss:.4f}")
 
+    def spike(self, spike: Spike, plan: StepPlan, micro_losses: list[float]) -> None:
+        """Log that the loss of the last step stands out, and what it learnt from: by micro-batch, ids of samples."""
+        if self._file is None:
+            return
+        samples = [[d.id for documents in replicas for d in documents] for replicas in plan.micro_batches]
+        micro_batches = [{"loss": loss, "samples": ids} for loss, ids in zip(micro_losses, samples, strict=True)]
+        entry = {f"spike_{key}": value for key, value in spike._asdict().items()} | {"spike_in": micro_batches}
+        self._append(entry)
+        self._bar.write(
+            f"step {self._progress.step}: loss {spike.loss:.4f}, {spike.deviations:.1f} deviations above the usual "
+            f"{spike.usual_loss:.4f}; its samples are in {LOG}"
+        )
+
     def _seconds(self) -> float:
         """Since the last entry."""
         now = time.monotonic()
@@ -75,10 +93,14 @@ class TrainingLog:
         if self._file is None:
             return
         known = {key: value for key, value in values.items() if value is not None}
-        self._file.write(json.dumps({"step": self._progress.step} | known) + "\n")
-        self._file.flush()
+        self._append(known)
         if self._monitor.enabled:
             self._monitor.write_events([(f"train/{key}", value, self._progress.step) for key, value in known.items()])
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps({"step": self._progress.step} | entry) + "\n")
+        self._file.flush()
 
     def __enter__(self) -> TrainingLog:
         return self
@@ -98,3 +120,8 @@ def _continued(path: Path, done: int) -> Path:
     kept = [line for line in lines if json.loads(line)["step"] <= done]
     path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     return path
+
+
+def _losses(path: Path) -> list[float]:
+    entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [entry["loss"] for entry in entries if "loss" in entry]

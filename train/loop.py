@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import NamedTuple
+
+import torch
 
 import ds_ulysses
 from ds_ulysses.engine import SequenceParallelEngine
+from ds_ulysses.ledger import Ledger
 from train.ahead import ReadyStep, ready_steps
 from train.checkpoints import save_checkpoint
 from train.data import Samples
@@ -13,6 +17,7 @@ from train.evaluate import evaluate
 from train.faults import NotFinite, StepGuard, StopRequest, watchdog
 from train.log import TrainingLog
 from train.run import Run
+from train.spikes import SpikeWatch
 from train.steps import plan_steps
 from train.survey import Survey
 
@@ -27,11 +32,12 @@ def train(run: Run) -> bool:
     topology = run.engine.topology
     guard = StepGuard(run.engine)
     with TrainingLog(run) as log, StopRequest().listening() as stop:
+        spikes = SpikeWatch(run.arguments.loss_spike_threshold, log.losses_before)
         if run.arguments.eval_on_start and run.progress.step == 0:
             evaluate_now(run, log)
         for step in ready_steps(plans, run.samples, run.batching, topology.dp_rank):
             with watchdog(run.arguments.step_timeout):
-                one_step(run, step, guard, log)
+                one_step(run, step, guard, log, spikes)
                 if is_due(run, step, run.arguments.eval_strategy, run.arguments.eval_steps, at_end=True):
                     evaluate_now(run, log)
                 stopped = stop.agreed(topology.device)
@@ -59,16 +65,16 @@ def evaluate_now(run: Run, log: TrainingLog) -> None:
     log.evaluation(evaluation)
 
 
-def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog) -> None:
+def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog, spikes: SpikeWatch) -> None:
     """Train on it, and say so."""
     learning_rate = run.engine.get_lr()[0]
-    loss = train_step(run.engine, step)
+    trained = train_step(run.engine, step)
     if guard.left_out() and not run.arguments.skip_nonfinite_steps:
         ids = sorted(document.id for document in step.plan.documents)
         raise NotFinite(
-            f"The gradient of step {run.progress.step + 1} is not finite. Its samples, from 0 on: {ids}. The weights "
-            f"are those of the step before. Look at these samples, lower --learning_rate, resume from a checkpoint, or "
-            f"go on with --skip_nonfinite_steps."
+            f"The gradient of step {run.progress.step + 1} is not finite. Its rows of the data, from 0 on: {ids}. The "
+            f"weights are those of the step before. Look at these samples, lower --learning_rate, resume from a "
+            f"checkpoint, or go on with --skip_nonfinite_steps."
         )
     survey = Survey(run.batching, run.engine.topology.sp_size).add(step.plan)
     run.progress.step += 1
@@ -76,19 +82,36 @@ def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog) -> N
     log.step(
         survey,
         epoch=step.plan.epoch,
-        loss=loss,
+        loss=trained.loss,
         learning_rate=learning_rate,
         grad_norm=run.engine.get_global_grad_norm(),
+        exchange_seconds=trained.book.seconds_waited(),
+        sent_gib=trained.book.bytes_sent() / 2**30,
     )
+    if spike := spikes.see(trained.loss):
+        log.spike(spike, step.plan, trained.micro_losses)
 
 
-def train_step(engine: SequenceParallelEngine, step: ReadyStep) -> float:
-    """One optimizer step; returns the mean loss over the targets of all its samples."""
+class Trained(NamedTuple):
+    """What an optimizer step gave."""
+
+    loss: float
+    """The mean over the targets of all its samples."""
+    micro_losses: list[float]
+    """That of each accumulated micro-batch, on all replicas."""
+    book: Ledger
+
+
+def train_step(engine: SequenceParallelEngine, step: ReadyStep) -> Trained:
+    """One optimizer step."""
+    losses = []
+    with ds_ulysses.ledger() as book:
+        for batch in step.batches:
+            loss = engine(**ds_ulysses.shard_batch(batch, engine.topology)).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+    micro_losses = torch.stack(losses).tolist()
     num_targets = step.plan.num_targets()
-    step_loss = 0.0
-    for batch, targets in zip(step.batches, num_targets, strict=True):
-        loss = engine(**ds_ulysses.shard_batch(batch, engine.topology)).loss
-        engine.backward(loss)
-        engine.step()
-        step_loss += targets / sum(num_targets) * loss.detach()
-    return float(step_loss)
+    mean = sum(targets * loss for targets, loss in zip(num_targets, micro_losses, strict=True)) / sum(num_targets)
+    return Trained(mean, micro_losses, book)

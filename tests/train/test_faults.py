@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +42,9 @@ def test_a_step_that_is_not_finite_stops_the_run_with_its_samples(poisoned: Path
     assert 0 < len(bad) < 12
     done = len(log_of(tmp_path / "out"))
     for message in said:
-        found = re.search(r"The gradient of step (\d+) is not finite. Its samples, from 0 on: \[(\d+)\]", message)
+        found = re.search(
+            r"The gradient of step (\d+) is not finite. Its rows of the data, from 0 on: \[(\d+)\]", message
+        )
         assert found, message
         assert int(found[1]) == done + 1
         assert int(found[2]) in bad
@@ -86,3 +90,37 @@ def test_a_step_that_hangs_shows_the_stack_of_every_rank_and_ends(tmp_path: Path
     assert "in train_step" in stacks[0], "rank 0 waits for the other one in its step"
     assert "in _go_wrong" in stacks[1]
     assert len(log_of(tmp_path / "out")) == 1
+
+
+def test_a_loss_that_stands_out_is_reported_with_its_samples(tmp_path: Path) -> None:
+    """One of 40 answers is another one; the run is killed after it, goes on, and still knows what is usual."""
+    folder = inputs(tmp_path)
+    chats = [answered("one two three") for _ in range(40)]
+    (folder / "data.jsonl").write_text("".join(chats))
+    flags = ("--gradient_accumulation_steps", "2", "--save_steps", "16", "--max_steps", "20")
+    assert sft(folder, 2, tmp_path / "calm", *flags) == [""] * 2
+    assert spikes_of(tmp_path / "calm") == []
+    odd = ids_of(tmp_path / "calm")[18][0]
+    chats[odd] = answered("eight seven six")
+    (folder / "data.jsonl").write_text("".join(chats))
+    killed(folder, 2, tmp_path / "out", *flags, fault=Fault("killed", 20))
+    (before,) = spikes_of(tmp_path / "out")
+    assert sft(folder, 2, tmp_path / "out", *flags, "--resume_from_checkpoint", "latest") == [""] * 2
+    (spike,) = spikes_of(tmp_path / "out")
+    assert spike == before
+    assert spike["step"] == 18
+    assert spike["spike_loss"] == log_of(tmp_path / "out")[17]["loss"]
+    by_loss = sorted(spike["spike_in"], key=lambda one: one["loss"])
+    assert by_loss[1]["samples"] == [odd]
+    assert by_loss[1]["loss"] > 2 * by_loss[0]["loss"]
+    assert spike["spike_loss"] == pytest.approx((by_loss[0]["loss"] + by_loss[1]["loss"]) / 2)
+
+
+def answered(text: str) -> str:
+    chat = [{"role": "user", "content": "what"}, {"role": "assistant", "content": text}]
+    return json.dumps({"messages": chat}) + "\n"
+
+
+def spikes_of(output: Path) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
+    return [entry for entry in entries if "spike_loss" in entry]

@@ -39,7 +39,24 @@ def test_log_and_monitor_say_the_same(tmp_path: Path) -> None:
         assert 0.1 < entry["peak_memory_gib"] < 24
         assert "mfu" not in entry, "nothing is known of this CPU's peak"
         assert 0 <= entry["padding"] < 0.02
-    for key in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "num_tokens"):
+        seconds = entry["num_tokens"] / entry["step"] / entry["tokens_per_second"]
+        assert 0 < entry["exchange_seconds"] < 3 * seconds
+        assert entry["sent_gib"] > 0
+    for key in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "num_tokens", "exchange_seconds"):
         (file,) = (tmp_path / "csv" / "run").glob(f"train_{key}.csv")
         rows = list(csv.reader(file.open()))[1:]
         assert [(int(step), float(value)) for step, value in rows] == [(e["step"], pytest.approx(e[key])) for e in log]
+
+
+def test_tensorboard_has_every_value(tmp_path: Path) -> None:
+    """By its own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = inputs(tmp_path)
+    assert sft(folder, 2, tmp_path / "out", "--max_steps", "3", "--report_to", "tensorboard", stage=2) == ["", ""]
+    log = log_of(tmp_path / "out")
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    events.Reload()
+    for key in log[0].keys() - {"step"}:
+        found = [(event.step, event.value) for event in events.Scalars(f"train/{key}")]
+        assert found == [(entry["step"], pytest.approx(entry[key])) for entry in log], key
