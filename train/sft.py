@@ -35,6 +35,7 @@ from train.loop import train
 from train.model import build_engine, load_model_config, load_tokenizer
 from train.reading import read_data, read_eval_data
 from train.report import start_report
+from train.room import check_room
 from train.run import Progress, Run, facts_of_ranks, facts_of_steps
 from train.steps import Batching, count_steps
 
@@ -46,6 +47,7 @@ def main() -> None:
         run = prepare()
         if run is None:
             return
+        check_room(run)
         ended = train(run)
     except (ValueError, NotFinite) as error:  # a refusal, or a fault that is named: neither needs a traceback
         sys.exit(f"rank {os.environ.get('RANK', '0')}: {error}")
