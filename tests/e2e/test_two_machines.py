@@ -4,65 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.namespaces import CABLE, Machine, machines
+
+__all__ = ["machines"]  # a fixture
+
 ROOT = Path(__file__).parents[2]
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@pytest.fixture
-def machines() -> Iterator[list[tuple[str, str]]]:
-    """(namespace, interface) of both."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and iproute2")
-    names = [f"dsu{os.getpid()}{side}" for side in "ab"]
-    places = list(zip(names, [f"v{name}" for name in names], strict=True))
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip(
-            "link",
-            "add",
-            places[0][1],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            places[1][1],
-            "netns",
-            names[1],
-        )
-        for number, (name, interface) in enumerate(places, start=1):
-            ip("-n", name, "addr", "add", f"10.213.7.{number}/24", "dev", interface)
-            ip("-n", name, "link", "set", interface, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield places
-    finally:
-        for name in names:
-            with suppress(subprocess.CalledProcessError):
-                ip("netns", "delete", name)
-
-
-def run(machines: list[tuple[str, str]], store: Path, heads: tuple[int, int]) -> list[dict[str, Any]]:
+def run(machines: list[Machine], store: Path, heads: tuple[int, int]) -> list[dict[str, Any]]:
     jobs = []
     for rank in range(4):
-        namespace, interface = machines[rank // 2]
-        command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "tests.e2e.two_machines_rank"]
-        command += [str(store), str(rank), interface, *map(str, heads)]
-        env = os.environ | {"GLOO_SOCKET_IFNAME": interface, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        command = machines[rank // 2].command(sys.executable, "-m", "tests.e2e.two_machines_rank")
+        command += [str(store), str(rank), CABLE, *map(str, heads)]
+        env = os.environ | {"GLOO_SOCKET_IFNAME": CABLE, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         jobs.append(
             subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
@@ -79,7 +40,7 @@ def run(machines: list[tuple[str, str]], store: Path, heads: tuple[int, int]) ->
 @pytest.mark.e2e
 @pytest.mark.parametrize("heads", [(8, 2), (8, 1)], ids=str)
 def test_what_crosses_between_machines_is_what_the_plan_says(
-    machines: list[tuple[str, str]], tmp_path: Path, heads: tuple[int, int]
+    machines: list[Machine], tmp_path: Path, heads: tuple[int, int]
 ) -> None:
     """With 8 and 1 heads both ranks of a machine need the same KV head, which still crosses once."""
     ranks = run(machines, tmp_path / "store", heads)
