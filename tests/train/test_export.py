@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_ulysses.cli import main
-from tests.train.trainer import inputs, sft
+from tests.train.trainer import inputs, log_of, sft
 
 FLAGS = ("--max_steps", "2", "--save_steps", "2")
 LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--lora_dropout", "0")
@@ -35,6 +35,17 @@ def test_export_of_a_model(tmp_path: Path, stage: int, tied: bool) -> None:
     assert torch.equal(logits(found), logits(right))
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert (tmp_path / "out" / "generation_config.json").exists()
+
+
+def test_what_one_rank_saved_trains_on_on_two(tmp_path: Path) -> None:
+    folder = inputs(tmp_path, 4)
+    assert sft(folder, 1, tmp_path / "first", *FLAGS, stage=2) == [""]
+    flags = (*FLAGS, "--model_name_or_path", str(tmp_path / "first"))
+    assert sft(folder, 1, tmp_path / "one", *flags, stage=2) == [""]
+    assert sft(folder, 2, tmp_path / "two", *flags, stage=3) == [""] * 2
+    for key in ("loss", "grad_norm"):
+        one, two = ([entry[key] for entry in log_of(tmp_path / run)] for run in ("one", "two"))
+        assert two == pytest.approx(one, rel=1e-5), key
 
 
 def test_export_of_an_adapter_alone_and_merged(tmp_path: Path) -> None:

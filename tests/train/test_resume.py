@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -123,6 +124,19 @@ def test_resume_elsewhere(
         assert [entry[key] for entry in found] == pytest.approx([entry[key] for entry in right], rel=1e-5), key
     assert {step: ids for step, ids in ids_of(whole).items() if step > 3} == ids_of(tmp_path / "out")
     assert {path: path.stat().st_size for path in checkpoint.rglob("*")} == files, "what it was converted to is gone"
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ring", "all_gather"])
+def test_resume_with_another_strategy(folder: Path, tmp_path: Path, unbroken: dict[int, Path], strategy: str) -> None:
+    config = json.loads((folder / "zero3.json").read_text()) | {"ds_ulysses": {"strategy": strategy}}
+    (tmp_path / "other.json").write_text(json.dumps(config))
+    flags = [*CONTINUED, "--gradient_accumulation_steps", "2", "--deepspeed", str(tmp_path / "other.json")]
+    flags += ["--resume_from_checkpoint", str(unbroken[3] / "checkpoint-3")]
+    assert sft(folder, 2, tmp_path / "out", *flags) == [""] * 2
+    assert f"strategy  {strategy}" in (folder / "said").read_text()
+    for key in ("loss", "grad_norm", "learning_rate"):
+        found, right = ([entry[key] for entry in log_of(run)[-3:]] for run in (tmp_path / "out", unbroken[3]))
+        assert found == pytest.approx(right, rel=1e-5), key
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
