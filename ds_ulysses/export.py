@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ds_ulysses.checkpoint import STATE
-from ds_ulysses.files import finished_folder
+from ds_ulysses.files import fault_of, finished_folder
 from ds_ulysses.sizing import empty_model
 
 TOKENIZER_FILES = (
@@ -31,13 +31,11 @@ def export(checkpoint: Path, target: Path, dtype: str = "fp32", merge: bool = Fa
     """Write model and tokenizer into `target`, whole or not at all.
 
     Of a run with an adapter that is the adapter alone, or, with `merge`, the base model with it added. Raises
-    `ValueError` for a folder that is no checkpoint, and a target that holds files already.
+    `ValueError` for a folder that is no whole checkpoint, and a target that holds files already.
     """
+    if fault := fault_of(checkpoint):
+        raise ValueError(f"{checkpoint} is no whole checkpoint: {fault}. Give a folder such as checkpoint-100.")
     has_adapter = _has_adapter(checkpoint)
-    if not (checkpoint / STATE).is_dir():
-        raise ValueError(
-            f"{checkpoint} is no checkpoint: it has no folder {STATE}. Give a folder such as checkpoint-100."
-        )
     if merge and not has_adapter:
         raise ValueError(f"{checkpoint} has no adapter that could be merged. Leave --merge out.")
     if target.exists() and any(target.iterdir()):

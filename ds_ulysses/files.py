@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+MANIFEST = "manifest.json"
 
 
 @contextmanager
@@ -17,8 +20,43 @@ def finished_folder(target: Path) -> Iterator[Path]:
     scratch.mkdir(parents=True)
     try:
         yield scratch
+        flush(scratch)
         target.mkdir(parents=True, exist_ok=True)
         for file in scratch.iterdir():
             os.replace(file, target / file.name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def flush(folder: Path) -> None:
+    """Have its files on the disk: a machine that loses power afterwards keeps them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def write_manifest(folder: Path) -> None:
+    """Write down every file in it and its size; whoever reads the folder can tell whether it is whole."""
+    (folder / MANIFEST).write_text(json.dumps(_sizes(folder), indent=1))
+
+
+def fault_of(folder: Path) -> str | None:
+    """What is wrong with a folder that has, or should have, a manifest."""
+    if not (folder / MANIFEST).is_file():
+        return f"it has no {MANIFEST}, which is written last"
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except json.JSONDecodeError:
+        return f"its {MANIFEST} is cut off"
+    there = _sizes(folder)
+    for name, size in manifest.items():
+        if name not in there:
+            return f"{name} is missing"
+        if there[name] != size:
+            return f"{name} has {there[name]:,} bytes instead of {size:,}"
+    return None
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}

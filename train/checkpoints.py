@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_ulysses.checkpoint import UNIVERSAL, forget_universal, load_state, make_universal, save_state, write_configs
+from ds_ulysses.checkpoint import forget_universal, load_state, make_universal, save_state, write_configs
+from ds_ulysses.files import fault_of, flush, write_manifest
 from train.run import Progress, Run
 from train.turns import once
 
-MANIFEST, PROGRESS = "manifest.json", "progress.json"
+PROGRESS = "progress.json"
 
 
 def save_checkpoint(run: Run) -> None:
@@ -63,7 +64,8 @@ def _write(run: Run, folder: Path) -> None:
         write_configs(run.engine, folder)
         run.tokenizer.save_pretrained(folder)
         (folder / PROGRESS).write_text(json.dumps({"progress": asdict(run.progress), "facts": run.facts}, indent=1))
-        (folder / MANIFEST).write_text(json.dumps(_sizes(folder), indent=1))
+        write_manifest(folder)
+        flush(folder)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -85,33 +87,11 @@ def find_checkpoint(asked: str | None, output_dir: Path) -> Path | None:
         folder = found[-1]
     else:
         return None
-    if fault := _fault(folder):
-        whole = [str(path) for path in checkpoints(folder.parent) if path != folder and not _fault(path)]
+    if fault := fault_of(folder):
+        whole = [str(path) for path in checkpoints(folder.parent) if path != folder and not fault_of(path)]
         others = f"Whole ones are: {', '.join(whole)}." if whole else "There is no other one."
         raise ValueError(f"The checkpoint {folder} cannot be resumed from: {fault}. {others}")
     return folder
-
-
-def _fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint."""
-    if not (folder / MANIFEST).is_file():
-        return f"it has no {MANIFEST}, which is written last"
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except json.JSONDecodeError:
-        return f"its {MANIFEST} is cut off"
-    there = _sizes(folder)
-    for name, size in manifest.items():
-        if name not in there:
-            return f"{name} is missing"
-        if there[name] != size:
-            return f"{name} has {there[name]:,} bytes instead of {size:,}"
-    return None
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and UNIVERSAL not in path.parts)
-    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 def read_progress(folder: Path, data: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -78,9 +79,13 @@ def test_dtype_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     before = sorted(tmp_path.rglob("*"))
     for arguments, message in (
         ([checkpoint, out], "is not empty"),
-        ([str(tmp_path), str(tmp_path / "other")], "is no checkpoint"),
+        ([str(tmp_path), str(tmp_path / "other")], "is no whole checkpoint: it has no manifest.json"),
         ([checkpoint, str(tmp_path / "other"), "--merge"], "has no adapter"),
     ):
         with pytest.raises(SystemExit, match=message):
             main(["export", *arguments])
+    assert sorted(tmp_path.rglob("*")) == before
+    os.truncate(next((tmp_path / "run" / "checkpoint-2" / "state").glob("*optim*")), 100)
+    with pytest.raises(SystemExit, match=r"optim_states.pt has 100 bytes instead of [\d,]+\. Give a folder"):
+        main(["export", checkpoint, str(tmp_path / "other")])
     assert sorted(tmp_path.rglob("*")) == before
