@@ -71,7 +71,7 @@ class SftArguments:
         metadata={"help": "Standard deviations above the last steps from which a loss is reported; 0: never."},
     )
     step_timeout: int = field(
-        default=0, metadata={"help": "Seconds after which a step that hangs shows its stacks and ends; 0: never."}
+        default=0, metadata={"help": "Seconds from step to step after which ranks show their stacks and end; 0: never."}
     )
     deepspeed: str = field(default="", metadata={"help": 'DeepSpeed JSON; "auto" values are filled in. Required.'})
     output_dir: str = field(default="", metadata={"help": "Where the log and the model go. Required."})

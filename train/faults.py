@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -73,11 +73,17 @@ class StopRequest:
 
 
 @contextmanager
-def watchdog(seconds: int) -> Iterator[None]:
-    """If the block takes longer, write the stack of every thread of this rank to stderr and end it; 0: never."""
-    if seconds:
-        faulthandler.dump_traceback_later(seconds, exit=True)
+def watchdog(seconds: int) -> Iterator[Callable[[], None]]:
+    """Yields what is to be called at least so often in the block, once it was called; 0: never.
+
+    Otherwise the stack of every thread of this rank is written to stderr, and the rank ends.
+    """
+
+    def feed() -> None:
+        if seconds:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+
     try:
-        yield
+        yield feed
     finally:
         faulthandler.cancel_dump_traceback_later()

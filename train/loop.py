@@ -31,18 +31,19 @@ def train(run: Run) -> bool:
     plans = islice(plan_steps(run.samples.documents, num_samples, run.batching), run.progress.step, run.num_steps)
     topology = run.engine.topology
     guard = StepGuard(run.engine)
-    with TrainingLog(run) as log, StopRequest().listening() as stop:
+    limit = run.arguments.step_timeout
+    with TrainingLog(run) as log, StopRequest().listening() as stop, watchdog(limit) as feed:
         spikes = SpikeWatch(run.arguments.loss_spike_threshold, log.losses_before)
         if run.arguments.eval_on_start and run.progress.step == 0:
             evaluate_now(run, log)
         for step in ready_steps(plans, run.samples, run.batching, topology.dp_rank):
-            with watchdog(run.arguments.step_timeout):
-                one_step(run, step, guard, log, spikes)
-                if is_due(run, step, run.arguments.eval_strategy, run.arguments.eval_steps, at_end=True):
-                    evaluate_now(run, log)
-                stopped = stop.agreed(topology.device)
-                if stopped or is_due(run, step, run.arguments.save_strategy, run.arguments.save_steps):
-                    save_checkpoint(run)
+            feed()  # not before the first: a stream may have to be read again up to here
+            one_step(run, step, guard, log, spikes)
+            if is_due(run, step, run.arguments.eval_strategy, run.arguments.eval_steps, at_end=True):
+                evaluate_now(run, log)
+            stopped = stop.agreed(topology.device)
+            if stopped or is_due(run, step, run.arguments.save_strategy, run.arguments.save_steps):
+                save_checkpoint(run)
             if stopped or run.progress.num_evals_without_gain == run.arguments.early_stopping_patience:
                 return not stopped
         return True

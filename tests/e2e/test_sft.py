@@ -188,7 +188,7 @@ def test_bad_input_ends_on_every_rank_with_one_message(
     before = set(tmp_path.iterdir())
     begun = time.monotonic()
     code, said = sft(inputs, 2, tmp_path / "ds.json", tmp_path / "out", *flags)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 60
     assert code != 0
     assert [len(re.findall(rf"rank {rank}: .*{re.escape(message)}", said)) for rank in (0, 1)] == [1, 1], said[-3000:]
     assert "Traceback" not in said

@@ -69,7 +69,7 @@ def test_lists_are_lists_in_recipes_too(tmp_path: Path) -> None:
         ([*REQUIRED, "--eval_dataset", "e", "--eval_strategy", "steps", "--eval_steps", "0"], "must be at least 1"),
         ([*REQUIRED, "--early_stopping_patience", "2"], "watches the loss of --eval_strategy, which is no"),
         ([*REQUIRED, "--save_strategy", "best"], "--save_strategy is 'best'. Choose one of: no, steps, epoch"),
-        ([*REQUIRED, "--report_to", "mlflow"], "--report_to is mlflow. Choose of: none, tensorboard, wandb\."),
+        ([*REQUIRED, "--report_to", "mlflow"], "--report_to is mlflow. Choose of: none, tensorboard, wandb"),
         ([*REQUIRED, "--save_total_limit", "0"], "--save_steps and --save_total_limit must be at least 1"),
         ([*REQUIRED, "--streaming", "--max_steps", "2", "--save_strategy", "epoch"], "--streaming does not: use steps"),
         (

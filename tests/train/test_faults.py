@@ -92,6 +92,17 @@ def test_a_step_that_hangs_shows_the_stack_of_every_rank_and_ends(tmp_path: Path
     assert len(log_of(tmp_path / "out")) == 1
 
 
+def test_a_rank_that_waits_for_its_data_for_ever_says_where(tmp_path: Path) -> None:
+    """It is the first to end: its last step was the earlier one."""
+    folder = inputs(tmp_path)
+    killed(folder, 2, tmp_path / "out", "--step_timeout", "8", fault=Fault("no data", 2, rank=1))
+    stack = (folder / "stderr_1").read_text()
+    assert "Timeout (0:00:08)!" in stack
+    assert "in faulty_fetch" in stack
+    assert "in ready_steps" in stack
+    assert len(log_of(tmp_path / "out")) == 1
+
+
 def test_a_loss_that_stands_out_is_reported_with_its_samples(tmp_path: Path) -> None:
     """One of 40 answers is another one; the run is killed after it, goes on, and still knows what is usual."""
     folder = inputs(tmp_path)

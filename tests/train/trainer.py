@@ -52,7 +52,8 @@ class Fault(NamedTuple):
 
     kind: str
     """killed: one rank dies before it; all killed; saving: a rank dies with its checkpoint half written; term: a rank
-    is asked to stop; full: the disk takes no more than some kilobytes a file; stuck: a rank does not come back."""
+    is asked to stop; full: the disk takes no more than some kilobytes a file; stuck: a rank does not come back;
+    no data: nor does the disk that it reads this sample from."""
     step: int
     rank: int = 1
 
@@ -103,14 +104,16 @@ def _sft(folder: str, arguments: tuple[str, ...], fault: Fault | None) -> str:
     import torch.distributed as dist
 
     import train.checkpoints
+    import train.data
     import train.loop
     import train.sft
 
-    if fault is not None and fault.kind == "stuck":  # stacks are written to the file descriptor
+    if fault is not None and fault.kind in ("stuck", "no data"):  # stacks are written to the file descriptor
         os.dup2(os.open(f"{folder}/stderr_{dist.get_rank()}", os.O_CREAT | os.O_WRONLY), 2)
     datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
     datasets.disable_progress_bars()
     one_step, save_state, done = train.loop.one_step, train.checkpoints.save_state, 0
+    fetch, fetched = train.data.Samples.fetch, 0
 
     def faulty_step(run: Any, step: Any, *rest: Any) -> None:
         nonlocal done
@@ -122,6 +125,13 @@ def _sft(folder: str, arguments: tuple[str, ...], fault: Fault | None) -> str:
             with (run.output_dir / "ids.jsonl").open("a") as file:
                 file.write(json.dumps([run.progress.step, sorted(d.id for d in step.plan.documents)]) + "\n")
 
+    def faulty_fetch(*arguments: Any) -> Any:
+        nonlocal fetched
+        fetched += 1
+        if fault is not None and fault.kind == "no data" and (fetched, dist.get_rank()) == (fault.step, fault.rank):
+            time.sleep(60)
+        return fetch(*arguments)
+
     def faulty_save(engine: Any, target: Path) -> None:
         save_state(engine, target)
         if fault is not None and fault.kind == "saving" and done >= fault.step and engine.topology.rank == fault.rank:
@@ -132,6 +142,7 @@ def _sft(folder: str, arguments: tuple[str, ...], fault: Fault | None) -> str:
         redirect_stdout(said),
         patch.object(train.loop, "one_step", faulty_step),
         patch.object(train.checkpoints, "save_state", faulty_save),
+        patch.object(train.data.Samples, "fetch", faulty_fetch),
         patch.object(dist, "destroy_process_group"),
         patch.object(sys, "argv", ["sft.py", *arguments]),
     ):
