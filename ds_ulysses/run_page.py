@@ -31,10 +31,12 @@ td:first-child, th:first-child {{ text-align: left; }}
 .plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(30em, 1fr)); }}
 svg {{ width: 100%; height: auto; }}
 </style></head><body><h1>{title}</h1>
-{summary}<div class="plots">{plots}</div>{spikes}</body></html>
+{summary}<div class="plots">{plots}</div>{notices}</body></html>
 """
 SUMMARY = ("steps", "loss, first", "loss, last", "eval_loss, best", "tokens", "tokens/s, median")
-SPIKES = ("step", "loss", "usual loss", "deviations", "loss: samples, of each micro-batch")
+SAMPLES = "loss: samples, of each micro-batch"
+SPIKES = ("step", "loss", "usual loss", "deviations", SAMPLES)
+LEFT_OUT = ("step", SAMPLES)
 
 
 def write_page(folders: Sequence[Path], target: Path) -> None:
@@ -46,10 +48,13 @@ def write_page(folders: Sequence[Path], target: Path) -> None:
         if any(key in entry for entries in runs.values() for entry in entries for key in keys)
     )
     summary = _table(SUMMARY, [(name, *_summary(entries)) for name, entries in runs.items()])
-    found = [(name, *_spike(entry)) for name, entries in runs.items() for entry in entries if "spike_loss" in entry]
-    spikes = f"<h3>losses that stand out</h3>{_table(SPIKES, found)}" if found else ""
+    every = [(name, entry) for name, entries in runs.items() for entry in entries]
+    spikes = [(name, *_spike(entry)) for name, entry in every if "spike_in" in entry]
+    left_out = [(name, *_left_out(entry)) for name, entry in every if "left_out" in entry]
+    notices = _notices("losses that stand out", SPIKES, spikes)
+    notices += _notices("steps left out, whose gradient is not finite", LEFT_OUT, left_out)
     title = html.escape(", ".join(runs))
-    target.write_text(PAGE.format(title=title, summary=summary, plots=plots, spikes=spikes), encoding="utf-8")
+    target.write_text(PAGE.format(title=title, summary=summary, plots=plots, notices=notices), encoding="utf-8")
 
 
 def _read(folder: Path) -> list[Entry]:
@@ -60,6 +65,10 @@ def _read(folder: Path) -> list[Entry]:
     if not any("loss" in entry for entry in entries):
         raise ValueError(f"{file} has no optimizer step yet.")
     return entries
+
+
+def _notices(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return f"<h3>{title}</h3>{_table(head, rows)}" if rows else ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -77,8 +86,8 @@ def _summary(entries: list[Entry]) -> tuple[str, ...]:
     rates = sorted(entry["tokens_per_second"] for entry in steps)
     return (
         f"{steps[-1]['step']:,.0f}",
-        f"{steps[0]['loss']:.4f}",
-        f"{steps[-1]['loss']:.4f}",
+        _loss(steps[0]["loss"]),
+        _loss(steps[-1]["loss"]),
         f"{min(evaluated):.4f}" if evaluated else "",
         f"{steps[-1]['num_tokens']:,.0f}",
         f"{rates[len(rates) // 2]:,.0f}",
@@ -86,14 +95,25 @@ def _summary(entries: list[Entry]) -> tuple[str, ...]:
 
 
 def _spike(entry: Entry) -> tuple[str, ...]:
-    micro_batches = (f"{one['loss']:.4f}: {', '.join(map(str, one['samples']))}" for one in entry["spike_in"])
     return (
         f"{entry['step']:,}",
         f"{entry['spike_loss']:.4f}",
         f"{entry['spike_usual_loss']:.4f}",
         f"{entry['spike_deviations']:.1f}",
-        "; ".join(micro_batches),
+        _samples(entry["spike_in"]),
     )
+
+
+def _left_out(entry: Entry) -> tuple[str, ...]:
+    return f"{entry['step']:,}", _samples(entry["left_out"])
+
+
+def _samples(micro_batches: list[Entry]) -> str:
+    return "; ".join(f"{_loss(one['loss'])}: {', '.join(map(str, one['samples']))}" for one in micro_batches)
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def _plot(keys: tuple[str, ...], runs: dict[str, list[Entry]]) -> str:
@@ -106,7 +126,7 @@ def _plot(keys: tuple[str, ...], runs: dict[str, list[Entry]]) -> str:
     axes = figure.add_subplot(xlabel="step")
     for name, entries in runs.items():
         for key in keys:
-            points = [(entry["step"], entry[key]) for entry in entries if key in entry]
+            points = [(entry["step"], entry[key]) for entry in entries if entry.get(key) is not None]
             if points:
                 marker = "o" if len(points) < 2 or key.startswith(("eval", "spike")) else ""
                 line = "" if key.startswith("spike") else "-"

@@ -14,10 +14,19 @@ import torch
 import torch.distributed as dist
 
 from ds_ulysses.engine import SequenceParallelEngine
+from train.steps import Documents
 
 
 class NotFinite(Exception):
     """The gradient of a step is not a number or infinite; weights and optimizer are as they were before it."""
+
+    def __init__(self, step: int, documents: Documents) -> None:
+        ids = sorted(document.id for document in documents)
+        super().__init__(
+            f"The gradient of step {step} is not finite. Its rows of the data, from 0 on: {ids}. The weights are those "
+            f"of the step before. Look at these samples, lower --learning_rate, resume from a checkpoint, or go on "
+            f"with --skip_nonfinite_steps."
+        )
 
 
 class StepGuard:

@@ -71,16 +71,20 @@ class TrainingLog:
 
     def spike(self, spike: Spike, plan: StepPlan, micro_losses: list[float]) -> None:
         """Log that the loss of the last step stands out, and what it learnt from: by micro-batch, ids of samples."""
-        if self._file is None:
-            return
-        samples = [[d.id for documents in replicas for d in documents] for replicas in plan.micro_batches]
-        micro_batches = [{"loss": loss, "samples": ids} for loss, ids in zip(micro_losses, samples, strict=True)]
-        entry = {f"spike_{key}": value for key, value in spike._asdict().items()} | {"spike_in": micro_batches}
-        self._append(entry)
-        self._bar.write(
-            f"step {self._progress.step}: loss {spike.loss:.4f}, {spike.deviations:.1f} deviations above the usual "
-            f"{spike.usual_loss:.4f}; its samples are in {LOG}"
+        values = {f"spike_{key}": value for key, value in spike._asdict().items()}
+        self._notice(
+            values | {"spike_in": _by_micro_batch(plan, micro_losses)},
+            f"loss {spike.loss:.4f}, {spike.deviations:.1f} deviations above the usual {spike.usual_loss:.4f}",
         )
+
+    def left_out(self, plan: StepPlan, micro_losses: list[float]) -> None:
+        """Log that the last step changed nothing because its gradient is not finite, and its samples alike."""
+        self._notice({"left_out": _by_micro_batch(plan, micro_losses)}, "left out, its gradient is not finite")
+
+    def _notice(self, entry: dict[str, Any], text: str) -> None:
+        if self._file is not None:
+            self._append(entry)
+            self._bar.write(f"step {self._progress.step}: {text}; its samples are in {LOG}")
 
     def _seconds(self) -> float:
         """Since the last entry."""
@@ -99,7 +103,8 @@ class TrainingLog:
 
     def _append(self, entry: dict[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps({"step": self._progress.step} | entry) + "\n")
+        line = json.dumps({"step": self._progress.step} | entry)
+        self._file.write(json.dumps(json.loads(line, parse_constant=lambda _: None)) + "\n")  # JSON knows no NaN
         self._file.flush()
 
     def __enter__(self) -> TrainingLog:
@@ -124,4 +129,9 @@ def _continued(path: Path, done: int) -> Path:
 
 def _losses(path: Path) -> list[float]:
     entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [entry["loss"] for entry in entries if "loss" in entry]
+    return [entry["loss"] for entry in entries if entry.get("loss") is not None]
+
+
+def _by_micro_batch(plan: StepPlan, losses: list[float]) -> list[dict[str, Any]]:
+    samples = [[d.id for documents in replicas for d in documents] for replicas in plan.micro_batches]
+    return [{"loss": loss, "samples": ids} for loss, ids in zip(losses, samples, strict=True)]

@@ -70,13 +70,8 @@ def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog, spik
     """Train on it, and say so."""
     learning_rate = run.engine.get_lr()[0]
     trained = train_step(run.engine, step)
-    if guard.left_out() and not run.arguments.skip_nonfinite_steps:
-        ids = sorted(document.id for document in step.plan.documents)
-        raise NotFinite(
-            f"The gradient of step {run.progress.step + 1} is not finite. Its rows of the data, from 0 on: {ids}. The "
-            f"weights are those of the step before. Look at these samples, lower --learning_rate, resume from a "
-            f"checkpoint, or go on with --skip_nonfinite_steps."
-        )
+    if (left_out := guard.left_out()) and not run.arguments.skip_nonfinite_steps:
+        raise NotFinite(run.progress.step + 1, step.plan.documents)
     survey = Survey(run.batching, run.engine.topology.sp_size).add(step.plan)
     run.progress.step += 1
     run.progress.num_tokens += survey.real_tokens
@@ -89,6 +84,8 @@ def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog, spik
         exchange_seconds=trained.book.seconds_waited(),
         sent_gib=trained.book.bytes_sent() / 2**30,
     )
+    if left_out:
+        log.left_out(step.plan, trained.micro_losses)
     if spike := spikes.see(trained.loss):
         log.spike(spike, step.plan, trained.micro_losses)
 

@@ -61,10 +61,13 @@ def test_steps_that_are_not_finite_can_be_skipped(poisoned: Path, tmp_path: Path
     assert sft(poisoned, 2, tmp_path / "out", "--skip_nonfinite_steps", stage=stage) == [""] * 2
     log = log_of(tmp_path / "out")
     assert len(log) == 12
-    bad = poisoned_ids(poisoned)
+    bad, left_out = poisoned_ids(poisoned), []
     for entry in log:
         (sample,) = ids_of(tmp_path / "out")[int(entry["step"])]
-        assert (entry["loss"] != entry["loss"]) == (sample in bad)
+        assert (entry["loss"] is None) == (sample in bad)
+        if sample in bad:
+            left_out.append({"step": entry["step"], "left_out": [{"loss": None, "samples": [sample]}]})
+    assert entries_with("left_out", tmp_path / "out") == left_out
     weights, before = (load_file(path / "model.safetensors") for path in (tmp_path / "out", poisoned / "model"))
     changed = 0
     for name, weight in weights.items():
@@ -110,14 +113,14 @@ def test_a_loss_that_stands_out_is_reported_with_its_samples(tmp_path: Path) -> 
     (folder / "data.jsonl").write_text("".join(chats))
     flags = ("--gradient_accumulation_steps", "2", "--save_steps", "16", "--max_steps", "20")
     assert sft(folder, 2, tmp_path / "calm", *flags) == [""] * 2
-    assert spikes_of(tmp_path / "calm") == []
+    assert entries_with("spike_loss", tmp_path / "calm") == []
     odd = ids_of(tmp_path / "calm")[18][0]
     chats[odd] = answered("eight seven six")
     (folder / "data.jsonl").write_text("".join(chats))
     killed(folder, 2, tmp_path / "out", *flags, fault=Fault("killed", 20))
-    (before,) = spikes_of(tmp_path / "out")
+    (before,) = entries_with("spike_loss", tmp_path / "out")
     assert sft(folder, 2, tmp_path / "out", *flags, "--resume_from_checkpoint", "latest") == [""] * 2
-    (spike,) = spikes_of(tmp_path / "out")
+    (spike,) = entries_with("spike_loss", tmp_path / "out")
     assert spike == before
     assert spike["step"] == 18
     assert spike["spike_loss"] == log_of(tmp_path / "out")[17]["loss"]
@@ -132,6 +135,6 @@ def answered(text: str) -> str:
     return json.dumps({"messages": chat}) + "\n"
 
 
-def spikes_of(output: Path) -> list[dict[str, Any]]:
+def entries_with(key: str, output: Path) -> list[dict[str, Any]]:
     entries = [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
-    return [entry for entry in entries if "spike_loss" in entry]
+    return [entry for entry in entries if key in entry]

@@ -55,6 +55,18 @@ def test_losses_that_stand_out_are_listed_with_their_samples(tmp_path: Path) -> 
     assert "".join(f"<td>{cell}</td>" for cell in cells) in page
 
 
+def test_steps_left_out_are_listed_and_leave_a_gap_in_the_plots(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", 3, False)
+    steps = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+    steps[2] |= {"loss": None, "grad_norm": None}
+    left_out = {"step": 3, "left_out": [{"loss": 2.5, "samples": [8]}, {"loss": None, "samples": [1, 2]}]}
+    (folder / "train_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*steps, left_out]))
+    main(["report", str(folder), "--out", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text()
+    assert "<td>3</td><td>2.5000: 8; not finite: 1, 2</td>" in page
+    assert "<td>2.9000</td><td>not finite</td>" in page
+
+
 MEASURED = """return [
     [...document.querySelectorAll("svg")].map(x => x.getBoundingClientRect().width),
     document.querySelectorAll("td").length,
