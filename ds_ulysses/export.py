@@ -35,22 +35,26 @@ def export(checkpoint: Path, target: Path, dtype: str = "fp32", merge: bool = Fa
     """
     if fault := fault_of(checkpoint):
         raise ValueError(f"{checkpoint} is no whole checkpoint: {fault}. Give a folder such as checkpoint-100.")
-    has_adapter = _has_adapter(checkpoint)
-    if merge and not has_adapter:
+    if merge and not _has_adapter(checkpoint):
         raise ValueError(f"{checkpoint} has no adapter that could be merged. Leave --merge out.")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty. Choose another folder.")
-    weights = {name: weight.to(DTYPES[dtype]) for name, weight in read_weights(checkpoint).items()}
     with finished_folder(target) as folder:
-        if has_adapter:
-            _save_adapter(checkpoint, folder, weights, merge)
-        else:
-            model = _empty_model(checkpoint)
-            model.load_state_dict(weights, strict=True, assign=True)
-            model.save_pretrained(folder)
-        for pattern in TOKENIZER_FILES:
-            for file in checkpoint.glob(pattern):
-                shutil.copy(file, folder)
+        write_model(checkpoint, folder, DTYPES[dtype], merge)
+
+
+def write_model(checkpoint: Path, folder: Path, dtype: torch.dtype, merge: bool = False) -> None:
+    """The same of a whole checkpoint, into a folder that is there."""
+    weights = {name: weight.to(dtype) for name, weight in read_weights(checkpoint).items()}
+    if _has_adapter(checkpoint):
+        _save_adapter(checkpoint, folder, weights, merge)
+    else:
+        model = _empty_model(checkpoint)
+        model.load_state_dict(weights, strict=True, assign=True)
+        model.save_pretrained(folder)
+    for pattern in TOKENIZER_FILES:
+        for file in checkpoint.glob(pattern):
+            shutil.copy(file, folder)
 
 
 def _has_adapter(checkpoint: Path) -> bool:
@@ -80,7 +84,9 @@ def _empty_model(checkpoint: Path) -> Any:
 def _save_adapter(checkpoint: Path, target: Path, weights: dict[str, Tensor], merge: bool) -> None:
     adapter = PeftConfig.from_pretrained(str(checkpoint))
     if not merge:
-        get_peft_model(_empty_model(checkpoint), adapter).save_pretrained(str(target), state_dict=weights)
+        model = _empty_model(checkpoint)
+        model.name_or_path = adapter.base_model_name_or_path  # which peft takes for the base's name
+        get_peft_model(model, adapter).save_pretrained(str(target), state_dict=weights)
         return
     dtype = next(iter(weights.values())).dtype
     base = AutoModelForCausalLM.from_pretrained(adapter.base_model_name_or_path, dtype=dtype)

@@ -52,6 +52,9 @@ class SftArguments:
     early_stopping_patience: int | None = field(
         default=None, metadata={"help": "Stop when so many evaluations in a row did not lower the loss."}
     )
+    load_best_model_at_end: bool = field(
+        default=False, metadata={"help": "Save, at the end, the model of the evaluation with the lowest loss."}
+    )
     report_to: list[str] = field(
         default_factory=list,
         metadata={"help": "tensorboard, wandb: where the log goes too, by DeepSpeed's monitor. Default: nowhere."},
@@ -163,6 +166,14 @@ class SftArguments:
             )
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
             raise ValueError("--early_stopping_patience watches the loss of --eval_strategy, which is no.")
+        every = (self.eval_steps, self.save_steps) if self.eval_strategy == "steps" else (1, 1)
+        if self.load_best_model_at_end and (
+            self.eval_strategy == "no" or self.save_strategy != self.eval_strategy or every[0] % every[1]
+        ):
+            raise ValueError(
+                "--load_best_model_at_end needs a checkpoint of every evaluation. Give the same --eval_strategy and "
+                "--save_strategy, steps or epoch, and --eval_steps that are a multiple of --save_steps."
+            )
 
     def _check_saving(self) -> None:
         self._check_strategy("save_strategy")

@@ -31,9 +31,10 @@ PROGRESS = "progress.json"
 def save_checkpoint(run: Run) -> None:
     """Write the state after the last optimizer step, through a temporary name. Collective.
 
-    Only when it is whole, older ones beyond `save_total_limit` are removed.
+    Only when it is whole, older ones beyond `save_total_limit` are removed, but never that of the best evaluation, if
+    it is going to be needed.
     """
-    target = run.output_dir / f"checkpoint-{run.progress.step}"
+    target = _folder_of(run, run.progress.step)
     scratch = target.with_name(f".{target.name}.tmp")
     try:
         _write(run, scratch)
@@ -46,7 +47,7 @@ def save_checkpoint(run: Run) -> None:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(scratch, target)
         if limit := run.arguments.save_total_limit:
-            others = [path for path in checkpoints(run.output_dir) if path != target]
+            others = [path for path in checkpoints(run.output_dir) if path not in (target, best_checkpoint(run))]
             for old in others[: max(0, len(others) - limit + 1)]:
                 shutil.rmtree(old)
     dist.barrier()
@@ -66,6 +67,26 @@ def _write(run: Run, folder: Path) -> None:
         (folder / PROGRESS).write_text(json.dumps({"progress": asdict(run.progress), "facts": run.facts}, indent=1))
         write_manifest(folder)
         flush(folder)
+
+
+def best_checkpoint(run: Run) -> Path | None:
+    """That of the best evaluation so far, if its model is the one to save at the end."""
+    best = run.progress.best_step
+    return _folder_of(run, best) if run.arguments.load_best_model_at_end and best else None
+
+
+def refuse_lost_best(run: Run) -> None:
+    """Raise `ValueError` if the model of the best evaluation so far could not be saved at the end."""
+    best = best_checkpoint(run)
+    if best is not None and (fault := fault_of(best)):
+        raise ValueError(
+            f"The best evaluation is that of {best}, whose model cannot be saved at the end: {fault}. Put it there, or "
+            f"go on without --load_best_model_at_end."
+        )
+
+
+def _folder_of(run: Run, step: int) -> Path:
+    return run.output_dir / f"checkpoint-{step}"
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -125,7 +146,11 @@ def prepare_state(folder: Path, saved: dict[str, Any], ranks: dict[str, Any], co
 
 
 def restore(run: Run, folder: Path) -> None:
-    """Read the state into a new engine, and go on with the random numbers. Collective."""
+    """Read the state into a new engine, and go on with the random numbers. Collective.
+
+    Raises `ValueError` as `refuse_lost_best` does.
+    """
+    refuse_lost_best(run)
     load_state(run.engine, folder)
     if (random_file := folder / f"random_{run.rank}.pt").exists():
         state = torch.load(random_file, weights_only=True)

@@ -13,7 +13,7 @@ from ds_ulysses.ledger import Ledger
 from train.ahead import ReadyStep, ready_steps
 from train.checkpoints import save_checkpoint
 from train.data import Samples
-from train.evaluate import evaluate
+from train.evaluate import Evaluation, evaluate
 from train.faults import NotFinite, StepGuard, StopRequest, watchdog
 from train.log import TrainingLog
 from train.run import Run
@@ -35,16 +35,20 @@ def train(run: Run) -> bool:
     with TrainingLog(run) as log, StopRequest().listening() as stop, watchdog(limit) as feed:
         spikes = SpikeWatch(run.arguments.loss_spike_threshold, log.losses_before)
         if run.arguments.eval_on_start and run.progress.step == 0:
-            evaluate_now(run, log)
+            log.evaluation(evaluate_now(run))
+        if run.gives_up:  # it did before, and is started again
+            return True
         for step in ready_steps(plans, run.samples, run.batching, topology.dp_rank):
             feed()  # not before the first: a stream may have to be read again up to here
             one_step(run, step, guard, log, spikes)
             if is_due(run, step, run.arguments.eval_strategy, run.arguments.eval_steps, at_end=True):
-                evaluate_now(run, log)
+                evaluation = evaluate_now(run)
+                run.progress.note(evaluation)
+                log.evaluation(evaluation)
             stopped = stop.agreed(topology.device)
             if stopped or is_due(run, step, run.arguments.save_strategy, run.arguments.save_steps):
                 save_checkpoint(run)
-            if stopped or run.progress.num_evals_without_gain == run.arguments.early_stopping_patience:
+            if stopped or run.gives_up:
                 return not stopped
         return True
 
@@ -58,12 +62,10 @@ def is_due(run: Run, step: ReadyStep, strategy: str, every: int, at_end: bool = 
     return strategy == "steps" and run.progress.step % every == 0
 
 
-def evaluate_now(run: Run, log: TrainingLog) -> None:
-    """Evaluate, and say so."""
+def evaluate_now(run: Run) -> Evaluation:
+    """With the weights as they are."""
     assert run.eval_samples is not None and run.eval_batching is not None  # noqa: PT018
-    evaluation = evaluate(run.engine, run.eval_samples, run.eval_batching)
-    run.progress.note(evaluation)
-    log.evaluation(evaluation)
+    return evaluate(run.engine, run.eval_samples, run.eval_batching)
 
 
 def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog, spikes: SpikeWatch) -> None:

@@ -40,7 +40,8 @@ def num_checkpoints(run: Run) -> int:
     else:  # with --max_steps it is not known
         coming = math.floor(arguments.num_train_epochs) if arguments.max_steps < 0 else 1
     if arguments.save_total_limit:
-        coming = min(coming, max(1, arguments.save_total_limit + 1 - len(checkpoints(run.output_dir))))
+        kept = arguments.save_total_limit + arguments.load_best_model_at_end  # the best one besides
+        coming = min(coming, max(1, kept + 1 - len(checkpoints(run.output_dir))))
     return coming
 
 

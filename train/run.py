@@ -24,12 +24,14 @@ class Progress:
     num_tokens: int = 0
     """Real tokens trained on."""
     best_eval_loss: float = math.inf
+    best_step: int = 0
+    """After which it was found; 0 before the first evaluation."""
     num_evals_without_gain: int = 0
 
     def note(self, evaluation: Evaluation) -> None:
-        """Keep the lowest loss, and how many evaluations ago it was."""
+        """Keep the lowest loss, where it was found, and how many evaluations ago."""
         if evaluation.loss < self.best_eval_loss:
-            self.best_eval_loss, self.num_evals_without_gain = evaluation.loss, 0
+            self.best_eval_loss, self.best_step, self.num_evals_without_gain = evaluation.loss, self.step, 0
         else:
             self.num_evals_without_gain += 1
 
@@ -53,6 +55,11 @@ class Run:
     @property
     def rank(self) -> int:
         return self.engine.topology.rank
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether evaluations have not got better for as long as was asked."""
+        return self.progress.num_evals_without_gain == self.arguments.early_stopping_patience
 
     @property
     def output_dir(self) -> Path:

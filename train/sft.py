@@ -22,11 +22,20 @@ import ds_ulysses
 from ds_ulysses.checkpoint import save_pretrained
 from ds_ulysses.deepspeed_json import BatchSizes, compute_dtype, load_deepspeed_json, resolve_batch_sizes
 from ds_ulysses.engine import choose_kernel
+from ds_ulysses.export import write_model
 from ds_ulysses.files import finished_folder
 from ds_ulysses.support import head_counts, refuse_unsupported_model
 from ds_ulysses.topology import Topology, init_distributed
 from train.arguments import SftArguments, parse_arguments
-from train.checkpoints import checkpoints, find_checkpoint, prepare_state, read_progress, restore
+from train.checkpoints import (
+    best_checkpoint,
+    checkpoints,
+    find_checkpoint,
+    prepare_state,
+    read_progress,
+    refuse_lost_best,
+    restore,
+)
 from train.cost import cost_of
 from train.data import Samples
 from train.deepspeed_auto import fill_from_arguments, fill_from_data, fill_from_model
@@ -38,6 +47,7 @@ from train.report import start_report
 from train.room import check_room
 from train.run import Progress, Run, facts_of_ranks, facts_of_steps
 from train.steps import Batching, count_steps
+from train.turns import once
 
 
 def main() -> None:
@@ -145,7 +155,24 @@ def choose_eval_batching(arguments: SftArguments, batching: Batching) -> Batchin
 
 
 def save(run: Run) -> None:
-    """Model or adapter, and tokenizer, whole or not at all."""
+    """Model or adapter, and tokenizer, whole or not at all. Collective."""
+    best = best_checkpoint(run)
+    if best is not None and run.progress.best_step < run.progress.step:
+        once(lambda: save_best(run, best))
+    else:
+        save_last(run)
+
+
+def save_best(run: Run, best: Path) -> None:
+    """Of an earlier checkpoint, in the dtype of training. One rank calls it."""
+    refuse_lost_best(run)
+    with finished_folder(run.output_dir) as folder:
+        write_model(best, folder, next(p.dtype for p in run.engine.module.parameters() if p.requires_grad))
+    say(run.rank, f"the best evaluation was after step {run.progress.best_step}; its model is the one that is saved")
+
+
+def save_last(run: Run) -> None:
+    """As it is now. Collective."""
     if run.rank > 0:
         return save_pretrained(run.engine, run.output_dir)
     with finished_folder(run.output_dir) as folder:

@@ -15,6 +15,7 @@ from train.arguments import SftArguments, parse_arguments
 from train.deepspeed_auto import fill_from_arguments, fill_from_data, fill_from_model
 
 REQUIRED = ["--model_name_or_path", "m", "--dataset", "d", "--deepspeed", "z", "--output_dir", "o"]
+EVALUATED = [*REQUIRED, "--eval_dataset", "e", "--eval_strategy", "steps", "--load_best_model_at_end"]
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
 
@@ -68,6 +69,9 @@ def test_lists_are_lists_in_recipes_too(tmp_path: Path) -> None:
         ([*REQUIRED, "--eval_dataset", "e"], "together with --eval_dataset"),
         ([*REQUIRED, "--eval_dataset", "e", "--eval_strategy", "steps", "--eval_steps", "0"], "must be at least 1"),
         ([*REQUIRED, "--early_stopping_patience", "2"], "watches the loss of --eval_strategy, which is no"),
+        ([*REQUIRED, "--load_best_model_at_end"], "needs a checkpoint of every evaluation"),
+        ([*EVALUATED, "--save_strategy", "epoch"], "needs a checkpoint of every evaluation"),
+        ([*EVALUATED, "--eval_steps", "4", "--save_steps", "8"], "--eval_steps that are a multiple of --save_steps"),
         ([*REQUIRED, "--save_strategy", "best"], "--save_strategy is 'best'. Choose one of: no, steps, epoch"),
         ([*REQUIRED, "--report_to", "mlflow"], "--report_to is mlflow. Choose of: none, tensorboard, wandb"),
         ([*REQUIRED, "--save_total_limit", "0"], "--save_steps and --save_total_limit must be at least 1"),

@@ -55,9 +55,11 @@ def number(folder: Path, output: Path, flags: tuple[str, ...]) -> int:
     return int(re.search(r"(\d+) checkpoints", said)[1]) if said else 0
 
 
+EVALUATED = ("--eval_strategy", "steps", "--eval_steps", "2", "--eval_dataset", "data.jsonl")
 COUNTED: list[tuple[tuple[str, ...], int]] = [
     (("--save_steps", "3"), 4),
     (("--save_steps", "3", "--save_total_limit", "2"), 3),
+    (("--save_steps", "2", "--save_total_limit", "2", "--load_best_model_at_end", *EVALUATED), 4),
     (("--save_steps", "6", "--save_total_limit", "5"), 2),
     (("--save_strategy", "epoch", "--num_train_epochs", "3"), 3),
     (("--save_strategy", "no"), 0),
@@ -68,5 +70,6 @@ COUNTED: list[tuple[tuple[str, ...], int]] = [
 def test_as_many_checkpoints_are_counted_as_will_be_there_at_once(
     folder: Path, small_disk: Path, flags: tuple[str, ...], right: int
 ) -> None:
+    flags = tuple(str(folder / flag) if flag == "data.jsonl" else flag for flag in flags)
     (small_disk / "filled").write_bytes(bytes(SIZE - 8192))
     assert number(folder, small_disk / "out", flags) == right
