@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from datasets import Dataset
 
@@ -60,7 +61,10 @@ def test_files(tmp_path: Path, suffix: str, streaming: bool) -> None:
         ("not/a-name", None, "Cannot read the dataset 'not/a-name', split 'train': .*Files end in .jsonl"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str | None, message: str, streaming: bool) -> None:
+def test_files_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str | None, message: str, streaming: bool
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # which is not tried again and again
     path = tmp_path / name
     if text is not None:
         path.write_text(text)
