@@ -20,10 +20,20 @@ from itertools import islice
 
 from transformers import LlamaConfig
 
-from ds_ulysses.deepspeed_json import BatchSizes
-from train.cost import Cost, cost_of
-from train.steps import WINDOW, Batching, Document, Documents, StepPlan, plan_epoch, plan_steps
-from train.survey import Survey, survey_epoch
+from ds_ulysses.config import BatchSizes
+from ds_ulysses.data import (
+    WINDOW,
+    Batching,
+    Cost,
+    Document,
+    Documents,
+    StepPlan,
+    Survey,
+    cost_of,
+    plan_epoch,
+    plan_steps,
+    survey_epoch,
+)
 
 ROW_TOKENS = 131_072
 REPLICAS, RANKS_OF_A_REPLICA = 4, 8

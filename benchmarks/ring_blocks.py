@@ -17,10 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ds_ulysses.kernels import Kernel, Mask, Request, select_kernel
-from ds_ulysses.kernels.merge import merge
-from ds_ulysses.layout import token_index
-from ds_ulysses.plan import Geometry, held_by, make_plan
+from ds_ulysses.kernels import Kernel, Mask, Request, merge, select_kernel
+from ds_ulysses.placement import Geometry, held_by, make_plan, token_index
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5

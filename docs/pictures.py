@@ -14,9 +14,9 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from ds_ulysses.heads import HeadSplit
-from ds_ulysses.layout import token_index
-from ds_ulysses.plan import Geometry, Pair, held_by, make_plan, pack_documents
+from ds_ulysses.placement import HeadSplit
+from ds_ulysses.placement import token_index
+from ds_ulysses.placement import Geometry, Pair, held_by, make_plan, pack_documents
 
 FOLDER = Path(__file__).with_name("pictures")
 COLORS = ListedColormap(["#f2f2f2", "#4477aa", "#ee6677", "#228833", "#ccbb44"])

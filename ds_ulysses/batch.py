@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ds_ulysses.collectives import same_on_all_ranks
-from ds_ulysses.layout import cut, token_index
-from ds_ulysses.loss import IGNORE_INDEX
-from ds_ulysses.plan import Geometry, held_by
-from ds_ulysses.topology import Topology
+from ds_ulysses.comm import Topology, same_on_all_ranks
+from ds_ulysses.config import IGNORE_INDEX
+from ds_ulysses.placement import Geometry, cut, held_by, token_index
 
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 
@@ -74,7 +72,7 @@ def token_places(topology: Topology, num_tokens: int, num_rows: int = 1, documen
     rows = 1 if documents is None else num_rows
     held = held_by(Geometry(num_tokens, mesh.ring_size, mesh.layout, documents=packed, num_rows=rows))
     parts = cut(held[topology.ring_rank], num_tokens // mesh.ring_size, mesh.ulysses_size)
-    return token_index(parts[topology.ulysses_rank], rows).T.expand(num_rows, -1)
+    return torch.from_numpy(token_index(parts[topology.ulysses_rank], rows).T).expand(num_rows, -1)
 
 
 def document_lengths(documents: Tensor | None, topology: Topology, shape: tuple[int, int]) -> Tensor:

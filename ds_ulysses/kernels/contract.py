@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ds_ulysses.config import accumulation_dtype
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -73,7 +75,7 @@ class Kernel(ABC):
         """Return out and lse."""
         if not q.numel() or not k.numel():
             lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-            lse_dtype = torch.promote_types(q.dtype, torch.float32)
+            lse_dtype = accumulation_dtype(q.dtype)
             return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(lse_shape, float("-inf"), dtype=lse_dtype)
         if self._fits(q, v):
             return self._forward(q, k, v, mask)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ds_ulysses.config import accumulation_dtype
 from ds_ulysses.kernels.contract import FunctionalKernel, Mask, Request, Triple, visible
 
 
@@ -45,7 +46,7 @@ def _scores(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor | None]:
     """Masked scores [B, K, G, q, k] in at least fp32, and the tanh of the softcap if there is one."""
     groups = (k.shape[2], q.shape[2] // k.shape[2])
     scores = torch.einsum("BqKGD,BkKD->BKGqk", q.unflatten(2, groups), k)
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * mask.scale
+    scores = scores.to(accumulation_dtype(q.dtype)) * mask.scale
     tanh = None
     if mask.softcap:
         tanh = torch.tanh(scores / mask.softcap)

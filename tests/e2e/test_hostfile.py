@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.namespaces import CABLE, Machine, machines
 from tests.e2e.test_sft import ROOT
-from tests.train.trainer import arguments_of, inputs, log_of, sft
+from tests.training.trainer import arguments_of, inputs, log_of, sft
 
 __all__ = ["machines"]  # a fixture
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

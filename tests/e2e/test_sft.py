@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.tokenizers import tiny_checkpoint
-from tests.train.trainer import log_of, write_chats
+from tests.tokenizers import tiny_checkpoint
+from tests.training.trainer import log_of, write_chats
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_sft import ROOT, free_port
-from tests.train.trainer import arguments_of, inputs, log_of, sft
+from tests.training.trainer import arguments_of, inputs, log_of, sft
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

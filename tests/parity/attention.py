@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_ulysses import AttentionShape, DistributedAttention, SequenceParallelConfig, Topology, ledger, predict
 from ds_ulysses.batch import token_places
 from ds_ulysses.kernels import Mask
-from ds_ulysses.plan import pack_documents
+from ds_ulysses.placement.schedule import pack_documents
 from tests import oracle
 
 ATOL = 1e-10
@@ -134,7 +134,7 @@ def check(*cases: Case) -> None:
             *case.heads,
             case.head_dim,
             tokens,
-            torch.double,
+            "fp64",
             case.batch,
             mask.left,
             mask.right,

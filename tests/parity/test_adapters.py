@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import ds_ulysses
-from ds_ulysses.checkpoint import save_pretrained
+from ds_ulysses.engine.checkpoint import save_pretrained
 from tests.distributed import run_ranks
 from tests.models import collate, random_samples, tiny_model
 from tests.parity.test_wrappers import lora

@@ -14,22 +14,22 @@ import pytest
 
 from tests.distributed import run_ranks
 from tests.models import ARCHITECTURES
-from tests.train.tokenizers import tiny_checkpoint
+from tests.tokenizers import tiny_checkpoint
 
 
 def checked(model: str, config: str, layers: int, dtype: str, broken: bool = False) -> tuple[str, bool]:
-    import ds_ulysses.check
+    from ds_ulysses.engine import comparison
 
-    initialize = ds_ulysses.check.initialize
+    initialize = comparison.initialize
 
     def off_by_the_group(**arguments: object) -> object:
         engine, *rest = initialize(**arguments)
         engine.normalizer.factor *= 2
         return engine, *rest
 
-    subject = ds_ulysses.check.Subject(model, config, layers, 101, dtype)
-    with patch.object(ds_ulysses.check, "initialize", off_by_the_group if broken else initialize):
-        return ds_ulysses.check.check(subject)
+    subject = comparison.Subject(model, config, layers, 101, dtype)
+    with patch.object(comparison, "initialize", off_by_the_group if broken else initialize):
+        return comparison.check(subject)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_gradient_that_is_off_by_a_factor_is_seen(tmp_path: Path) -> None:
 def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "model")
     (tmp_path / "ds.json").write_text("{}")
-    command = [sys.executable, "-m", "ds_ulysses.cli", "check", "--model", str(tmp_path / "model"), "--ranks", "2"]
+    command = [sys.executable, "-m", "ds_ulysses", "check", "--model", str(tmp_path / "model"), "--ranks", "2"]
     command += ["--deepspeed", str(tmp_path / "ds.json"), "--tokens", "50"]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment.pop("RANK", None)

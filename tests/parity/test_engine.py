@@ -164,7 +164,7 @@ def check_saved(folder: str, stage: int) -> None:
     from transformers import AutoModelForCausalLM
 
     import ds_ulysses
-    from ds_ulysses.checkpoint import save_pretrained
+    from ds_ulysses.engine.checkpoint import save_pretrained
 
     samples = random_samples([16])
     model = tiny_model(tie_word_embeddings=stage % 2 == 0)
@@ -191,7 +191,7 @@ def test_saved_equals_live(stage: int, tmp_path: Any) -> None:
 
 def check_probe() -> None:
     """The probe finds what DeepSpeed divides by, and says so where it is not what the loss multiplies by."""
-    from ds_ulysses.gradients import check_gradient_divisor, gradient_divisor
+    from ds_ulysses.engine.gradients import check_gradient_divisor, gradient_divisor
 
     topology = new_topology(2)
     for stage, divisor in ((0, 2), (1, 2), (2, 2), (3, 4)):

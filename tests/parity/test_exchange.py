@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ulysses
-from ds_ulysses.heads import HeadSplit
+from ds_ulysses.placement.heads import HeadSplit
 from tests.distributed import run_ranks
 
 WORLDS = [1, 2, 3, 4]

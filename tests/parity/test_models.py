@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_ulysses.support import EXACT_MODEL_TYPES
+from ds_ulysses.models.support import EXACT_MODEL_TYPES
 from tests.distributed import run_ranks
 from tests.models import ARCHITECTURES
 from tests.parity.architecture import RTOL, check_architecture

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ds_ulysses
-from ds_ulysses.patch import ATTENTION_NAME, _attention_forward
+from ds_ulysses.models.patch import ATTENTION_NAME, _attention_forward
 from tests.distributed import run_ranks
 from tests.models import collate, random_samples, tiny_model
 from tests.parity.training import Step, new_topology, start, uniform

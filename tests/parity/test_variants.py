@@ -135,7 +135,7 @@ def test_bf16_errors_are_those_of_the_kernel_for_any_number_of_ranks(way: Way) -
     assert all(last <= 1.25 * first for first, last in zip(errors[0], errors[-1], strict=True)), errors
 
 
-def check_grad_dtype(way: Way) -> tuple[set[torch.dtype], float]:
+def check_grad_dtype(way: Way) -> tuple[set[str], float]:
     """Gradients of keys in bf16 on the ring: half the bytes, and an error of bf16 in dk and dv alone."""
     import ds_ulysses
 
@@ -156,5 +156,5 @@ def check_grad_dtype(way: Way) -> tuple[set[torch.dtype], float]:
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_gradients_travel_in_the_dtype_of_the_config(strategy: str) -> None:
     ranks = run_ranks(check_grad_dtype, 4, Way(strategy))
-    assert all(torch.bfloat16 in wire for wire, _ in ranks)
+    assert all("bf16" in wire for wire, _ in ranks)
     assert max(error for _, error in ranks) > 1e-5

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_ulysses import SequenceParallelConfig, Topology, shard_batch
-from ds_ulysses.loss import IGNORE_INDEX
-from ds_ulysses.mesh import Machine, choose_mesh
+from ds_ulysses.config.constants import IGNORE_INDEX
+from ds_ulysses.placement.mesh import Machine, choose_mesh
 from tests.models import collate, pack, random_samples
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ds_ulysses.files import finished_folder
+from ds_ulysses.engine import finished_folder
 
 
 def gguf_file() -> Path:

@@ -1,0 +1,5 @@
+"""`python -m ds_ulysses` is `ds-ulysses`."""
+
+from ds_ulysses.commands import main
+
+main()

@@ -1,0 +1,16 @@
+from . import facts as facts
+from .loading import answer as answer
+from .loading import load_model as load_model
+from .loading import load_model_config as load_model_config
+from .loading import load_tokenizer as load_tokenizer
+from .loading import random_model as random_model
+from .patch import find_model as find_model
+from .patch import patch_model as patch_model
+from .patch import unpatch_model as unpatch_model
+from .support import EXACT_MODEL_TYPES as EXACT_MODEL_TYPES
+from .support import SETTINGS as SETTINGS
+from .support import STRUCTURE as STRUCTURE
+from .support import refuse_unsupported_model as refuse_unsupported_model
+from .weights import empty_model as empty_model
+from .weights import num_active_weights as num_active_weights
+from .weights import num_weights as num_weights

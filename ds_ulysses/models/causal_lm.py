@@ -1,0 +1,89 @@
+"""The forward of a patched causal LM: from a shard to the loss over all ranks, without ever holding its logits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from ds_ulysses.batch import document_lengths
+from ds_ulysses.comm import Topology
+from ds_ulysses.loss import LogitsTransform, Routing, StepNormalizer, causal_lm_loss, route, tiled_cross_entropy
+from ds_ulysses.models import facts
+
+
+def output_layer(model: PreTrainedModel) -> nn.Linear | None:
+    """The output layer of a causal LM, or None for a bare decoder, whose user brings a loss. Raises `ValueError`."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return None
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ValueError(
+            f"The output layer of {type(model).__name__} is {head!r}: the tiled loss needs a plain nn.Linear without "
+            f"bias. Leave it out of adapters."
+        )
+    return head
+
+
+def replace_forwards(model: PreTrainedModel, head: nn.Linear, topology: Topology, normalizer: StepNormalizer) -> None:
+    """Give the model and its output layer the forwards below. Undone by `restore_forwards`."""
+    transform = LogitsTransform(*facts.logits_scale_and_cap(model.config))
+    vars(head)["forward"] = partial(_head, head.forward, head, topology.config.logits_tile_size, transform)
+    vars(model)["forward"] = partial(_causal_lm, model.forward, model, topology, normalizer)
+
+
+def restore_forwards(model: PreTrainedModel) -> None:
+    """Give the model back what its class does."""
+    for module in (model, model.get_output_embeddings()):
+        if module is not None:
+            vars(module).pop("forward", None)
+
+
+def _head(
+    original: Any,
+    head: nn.Linear,
+    tile_size: int,
+    transform: LogitsTransform,
+    hidden: Tensor,
+    targets: Tensor | None = None,
+) -> Tensor:
+    """Logits without targets, the sum of the token losses with them.
+
+    The loss is taken inside this module's call because that is where ZeRO-3 has gathered its weight.
+    """
+    if targets is None:
+        logits: Tensor = original(hidden)
+        return logits
+    return tiled_cross_entropy(hidden, head.weight, targets, tile_size, transform)
+
+
+def _causal_lm(
+    original: Any, model: PreTrainedModel, topology: Topology, normalizer: StepNormalizer, *args: Any, **kwargs: Any
+) -> Any:
+    """With `shift_labels`, the loss over all ranks and no logits; otherwise what the model does."""
+    if kwargs.pop("labels", None) is not None:
+        raise ValueError("labels would be shifted inside the shard. Pass them to shard_batch with the whole batch.")
+    targets = kwargs.pop("shift_labels", None)
+    if targets is None:
+        return original(*args, **kwargs)
+    routes = bool(getattr(model.config, "output_router_logits", False))
+    asked = {"output_router_logits": True} if routes else {}
+    output = model.base_model(*args, **kwargs, **asked)
+    local_sum = model.get_output_embeddings()(output.last_hidden_state, targets)
+    routing = _routing(model, output.router_logits, targets, kwargs.get("documents"), topology) if routes else None
+    loss, auxiliary = causal_lm_loss(local_sum, targets, normalizer, routing)
+    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=auxiliary, hidden_states=output.hidden_states)
+
+
+def _routing(
+    model: Any, logits: tuple[Tensor, ...], targets: Tensor, documents: Tensor | None, topology: Topology
+) -> Routing:
+    """What the real tokens of this shard did; padding is routed too, but does not count."""
+    real = None
+    if documents is not None:
+        shape = (targets.shape[0], targets.shape[1])
+        real = (document_lengths(documents, topology, shape) > 0).flatten().to(targets.device, non_blocking=True)
+    return route(logits, model.num_experts_per_tok, model.router_aux_loss_coef, real)
