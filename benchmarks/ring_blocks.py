@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_ulysses.kernels import Kernel, Mask, Request, merge, select_kernel
-from ds_ulysses.placement import Geometry, held_by, make_plan, token_index
+from ds_ulysses.placement import Geometry, held_by, make_schedule, token_index
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -34,11 +34,11 @@ class RingRank:
 
     def __init__(self, kernel: Kernel, geometry: Geometry, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         held = [token_index(segments, 1)[:, 0].to(q.device) for segments in held_by(geometry)]
-        self.kernel, self.plan, self.q = kernel, make_plan(geometry, rank), q[:, held[rank]]
+        self.kernel, self.plan, self.q = kernel, make_schedule(geometry, rank), q[:, held[rank]]
         self.blocks = []
         for step in self.plan:
             source = (rank - step.distance) % geometry.ring_size
-            sent = next(s.send for s in make_plan(geometry, source) if s.distance == step.distance)
+            sent = next(s.send for s in make_schedule(geometry, source) if s.distance == step.distance)
             places = torch.cat([held[source][piece.start : piece.stop] for piece in sent[0]] or [held[source][:0]])
             self.blocks.append((k[:, places], v[:, places]))
 

@@ -16,15 +16,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import profile
 
 from benchmarks.measure import peak_memory
 from tests.distributed import run_ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 8, 2, 64, 4
 COPIES = ("aten::copy_", "aten::cat")
@@ -35,7 +38,7 @@ COPIES = ("aten::copy_", "aten::cat")
 class Side:
     """One implementation: a decoder whose attention it has replaced, and this rank's shard of the input."""
 
-    model: nn.Module
+    model: PreTrainedModel
     inputs: dict[str, Tensor]
 
     def step(self) -> None:
@@ -55,7 +58,7 @@ class Side:
         return lambda: function(layer, *leaves, None, **keywords)[0], lambda out: out.backward(torch.ones_like(out))
 
 
-def decoder(tokens: int) -> nn.Module:
+def decoder(tokens: int) -> PreTrainedModel:
     from transformers import LlamaConfig, LlamaModel
 
     torch.manual_seed(0)

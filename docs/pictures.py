@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how_it_works.md from the layouts and plans that training uses.
+"""Draws the pictures of the README and of docs/how_it_works.md from the layouts and schedules that training uses.
 
 python docs/pictures.py          # writes docs/pictures/*.svg
 """
@@ -14,9 +14,7 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from ds_ulysses.placement import HeadSplit
-from ds_ulysses.placement import token_index
-from ds_ulysses.placement import Geometry, Pair, held_by, make_plan, pack_documents
+from ds_ulysses.placement import Geometry, HeadSplit, Pair, held_by, make_schedule, pack_documents, token_index
 
 FOLDER = Path(__file__).with_name("pictures")
 COLORS = ListedColormap(["#f2f2f2", "#4477aa", "#ee6677", "#228833", "#ccbb44"])
@@ -26,7 +24,7 @@ RANKS, TOKENS = 4, 32
 
 def places(geometry: Geometry) -> list[Any]:
     """Of the tokens of each ring rank, in the order in which it holds them."""
-    return [token_index(segments, 1)[:, 0].numpy() for segments in held_by(geometry)]
+    return [token_index(segments, 1)[:, 0] for segments in held_by(geometry)]
 
 
 def seen(pair: Pair) -> Any:
@@ -42,11 +40,11 @@ def work(geometry: Geometry, distance: int | None = None) -> Any:
     """[query, key]: 1 + the ring rank that computes it, at one distance or at all; 0 if nobody does."""
     held, who = places(geometry), np.zeros((TOKENS, TOKENS), dtype=int)
     for rank in range(geometry.ring_size):
-        for step in make_plan(geometry, rank):
+        for step in make_schedule(geometry, rank):
             if distance is not None and step.distance != distance:
                 continue
             source = (rank - step.distance) % geometry.ring_size
-            sent = next(s.send for s in make_plan(geometry, source) if s.distance == step.distance)
+            sent = next(s.send for s in make_schedule(geometry, source) if s.distance == step.distance)
             pieces = [held[source][piece.start : piece.stop] for part in sent for piece in part]
             block = np.concatenate([held[source][:0], *pieces])
             for pair in step.pairs:
@@ -60,6 +58,33 @@ def draw(axes: Any, matrix: Any, title: str) -> None:
     axes.set_title(title, fontsize="small")
     axes.set_xticks([])
     axes.set_yticks([])
+
+
+def strategies() -> Figure:
+    """Whose tokens and heads are whose on 4 ranks: outside of attention, and inside of it by the strategy."""
+    figure = Figure(figsize=(9, 2.5), layout="constrained")
+    panels = figure.subplots(1, 4, width_ratios=(9, 9, 9, 11))
+    split = HeadSplit(9, 3, RANKS)
+    draw(
+        panels[0],
+        np.repeat(np.arange(RANKS) + 1, TOKENS // RANKS)[:, None] * np.ones((1, 9), int),
+        "outside of attention: its tokens",
+    )
+    draw(panels[1], owners_of_heads(split)[None] * np.ones((TOKENS, 1), int) + 1, "Ulysses: all tokens of its heads")
+    rings, pair = np.zeros(TOKENS, int), owners_of_heads(HeadSplit(9, 3, 2))
+    for ring_rank, held in enumerate(places(Geometry(TOKENS, 2, "zigzag"))):
+        rings[held] = ring_rank
+    draw(panels[2], 2 * rings[:, None] + pair[None] + 1, "hierarchical 2 x 2: some of both")
+    draw(panels[3], work(Geometry(TOKENS, RANKS, "zigzag")), "ring: its queries, all keys come by")
+    for axes, label in zip(panels, ("channels", "heads", "heads", "keys"), strict=True):
+        axes.set_xlabel(label, fontsize="small")
+        axes.set_ylabel("queries" if label == "keys" else "tokens", fontsize="small")
+    return figure
+
+
+def owners_of_heads(split: HeadSplit) -> Any:
+    """[head]: the rank that attends with it."""
+    return np.concatenate([np.repeat(r, np.subtract(*split.q_range(r)[::-1])) for r in range(split.sp_size)])
 
 
 def layouts() -> Figure:
@@ -114,5 +139,5 @@ def exchange() -> Figure:
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     matplotlib.rcParams["svg.hashsalt"] = "ds_ulysses"  # the same file every time
-    for picture in (layouts, ring, exchange):
+    for picture in (strategies, layouts, ring, exchange):
         picture().savefig(FOLDER / f"{picture.__name__}.svg", metadata={"Date": None})

@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 
 from ds_ulysses.comm import Topology, same_on_all_ranks
 from ds_ulysses.config import IGNORE_INDEX
-from ds_ulysses.placement import Geometry, cut, held_by, token_index
 
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 
@@ -30,13 +29,13 @@ class _Extent(NamedTuple):
     positions: Tensor
 
 
-def shard_batch(batch: Mapping[str, Any], topology: Topology) -> dict[str, Tensor]:
+def shard_batch(batch: Mapping[str, Any], topology: Topology) -> dict[str, Any]:
     """Return what `model(**...)` takes on this rank. Every rank of a group passes the same whole batch.
 
     `batch`: `input_ids` [B, T]; optionally `labels` [B, T] (-100: not supervised), `attention_mask` [B, T] of 0 and 1
     (padding on either side), `position_ids` [B, T] or [1, T] (a restart at 0 begins a new document). Any T and B.
     Returns, on this rank's device, `input_ids`, `position_ids` and, given labels, `shift_labels`, each [B, S]; and
-    `documents`, int32 [N, 3] on the CPU of (row, start, stop), unless each row is one document from end to end.
+    `placement`, which says who holds which piece of which document: every layer is handed that one object.
 
     A position predicts only a real token of its own document: padding weighs nothing, and no target crosses from
     one document into the next. Raises `ValueError` for keys it does not know, for shapes that do not fit, and if the
@@ -53,38 +52,12 @@ def shard_batch(batch: Mapping[str, Any], topology: Topology) -> dict[str, Tenso
     if "labels" in tensors:
         shards["shift_labels"] = _shift(tensors["labels"][:, columns], extent)
     num_tokens = -(-extent.real.shape[1] // topology.sp_size) * topology.sp_size
-    documents = _documents(extent, num_tokens)
-    places = token_places(topology, num_tokens, len(extent.real), documents).to(extent.real.device)
+    placement = topology.place(num_tokens, len(extent.real), _documents(extent, num_tokens))
+    places = torch.from_numpy(placement.token_places()).expand(len(extent.real), -1).to(extent.real.device)
     shards = {
         key: _shard(x, num_tokens, places, IGNORE_INDEX if key == "shift_labels" else 0) for key, x in shards.items()
     }
-    shards = {key: x.to(topology.device, non_blocking=True) for key, x in shards.items()}
-    return shards if documents is None else shards | {"documents": documents}
-
-
-def token_places(topology: Topology, num_tokens: int, num_rows: int = 1, documents: Tensor | None = None) -> Tensor:
-    """[num_rows, S] on the CPU: which tokens of each row this rank holds, and in which order.
-
-    `num_tokens` of a row, a multiple of sp_size; `documents` int32 [N, 3] of (row, start, stop), or None.
-    """
-    mesh = topology.mesh
-    packed = None if documents is None else documents.int().numpy().tobytes()
-    rows = 1 if documents is None else num_rows
-    held = held_by(Geometry(num_tokens, mesh.ring_size, mesh.layout, documents=packed, num_rows=rows))
-    parts = cut(held[topology.ring_rank], num_tokens // mesh.ring_size, mesh.ulysses_size)
-    return torch.from_numpy(token_index(parts[topology.ulysses_rank], rows).T).expand(num_rows, -1)
-
-
-def document_lengths(documents: Tensor | None, topology: Topology, shape: tuple[int, int]) -> Tensor:
-    """[B, S] on the CPU: tokens of the document that each token of this rank's shard is in; 0 in padding."""
-    rows, num_tokens = shape[0], shape[1] * topology.sp_size
-    if documents is None:
-        return torch.full(shape, num_tokens)
-    row, start, stop = documents.long().unbind(dim=1)
-    changes = torch.zeros(rows, num_tokens + 1, dtype=torch.long)
-    for at, sign in ((start, 1), (stop, -1)):
-        changes.index_put_((row, at), sign * (stop - start), accumulate=True)
-    return changes.cumsum(dim=1).gather(1, token_places(topology, num_tokens, rows, documents))
+    return {key: x.to(topology.device, non_blocking=True) for key, x in shards.items()} | {"placement": placement}
 
 
 def _check(batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -160,12 +133,12 @@ def _shard(x: Tensor, num_tokens: int, places: Tensor, fill: int) -> Tensor:
     return pad(x, (0, num_tokens - x.shape[1]), value=fill).gather(1, places)
 
 
-def _documents(extent: _Extent, num_tokens: int) -> Tensor | None:
-    """(row, start, stop) of each document, or None if each row of `num_tokens` is a document from end to end."""
+def _documents(extent: _Extent, num_tokens: int) -> bytes | None:
+    """Each document, packed; None if each row of `num_tokens` is one from end to end."""
     real, starts, _ = extent
     ends = real & ~pad((real & ~starts)[:, 1:], (0, 1))
     row, start = starts.nonzero(as_tuple=True)
     stop = ends.nonzero(as_tuple=True)[1] + 1
     if len(row) == len(real) and real.all() and real.shape[1] == num_tokens:
         return None
-    return torch.stack([row, start, stop], dim=1).int().cpu()
+    return torch.stack([row, start, stop], dim=1).int().cpu().numpy().tobytes()

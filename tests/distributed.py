@@ -1,7 +1,7 @@
 """`run_ranks`: run a function on real gloo ranks, each in a process of its own.
 
-The processes are forked from a server that has torch, transformers and deepspeed loaded already, so that a
-run costs tenths of a second. Each run has a wall limit, and the first traceback of a rank is shown.
+The processes are forked from a server that has loaded `tests.preload`, so that a run costs tenths of a second.
+Each run has a wall limit, and the first traceback of a rank is shown.
 """
 
 from __future__ import annotations
@@ -16,16 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = [
-    "torch",
-    "transformers",
-    "deepspeed",
-    "ds_ulysses",
-    "transformers.models.llama.modeling_llama",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "tests.parity.attention",
-    "tests.parity.training",
-]
+PRELOAD = ["tests.preload"]
 LIMIT = 120.0
 """Seconds for one run, all ranks together."""
 
@@ -65,12 +56,13 @@ def _collect(pipes: list[Connection], limit: float) -> list[Any]:
     deadline = time.monotonic() + limit
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
-        open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(open_pipes, timeout=max(deadline - time.monotonic(), 0))
+        unheard = {rank: pipe for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(unheard.values()), timeout=max(deadline - time.monotonic(), 0))
         if not ready:
-            raise RankFailed(f"ranks {sorted(set(range(len(pipes))) - set(results))} did not end in {limit} s")
-        for pipe in ready:
-            rank = pipes.index(pipe)
+            raise RankFailed(f"ranks {sorted(unheard)} did not end in {limit} s")
+        for rank, pipe in unheard.items():
+            if pipe not in ready:
+                continue
             try:
                 ok, value = pipe.recv()
             except EOFError:
@@ -88,9 +80,9 @@ def _rank_main(fn: Callable[..., Any], args: Any, rank: int, world_size: int, fo
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_SIZE": str(world_size)}
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
+    meeting, patience = f"file://{folder}/store", timedelta(seconds=60)
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=patience)
         result = True, fn(*args)
     except BaseException:
         result = False, traceback.format_exc()

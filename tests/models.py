@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.oracle import IGNORE, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCAB = 64
 
@@ -17,7 +22,7 @@ ROUTED = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
 }
-ARCHITECTURES: dict[str, dict[str, object]] = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},
     "qwen2": {},
@@ -67,7 +72,7 @@ SHARPENED = ("q_proj", "k_proj", "qkv_proj", "c_attn", "query_key_value", "_b_pr
 """Parts of the names of weights that are scaled up, so that a wrong mask, RoPE or expert shows."""
 
 
-def tiny_model(kind: str = "llama", seed: int = 0, **changes: object) -> nn.Module:
+def tiny_model(kind: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """2 layers, 4 query and 2 KV heads of 8; see `SHARPENED`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

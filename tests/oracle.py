@@ -72,9 +72,10 @@ class Sample:
         return int((self.labels[1:] != IGNORE).sum())
 
 
-def exact_copy(model: nn.Module) -> nn.Module:
+def exact_copy(model: nn.Module) -> Any:
     """The model in fp64 with eager attention."""
     model = copy.deepcopy(model).double().train()
+    part: Any
     for part in model.modules():  # PEFT and outer modules hold the model that knows about attention
         if hasattr(part, "set_attn_implementation"):
             part.set_attn_implementation("eager")

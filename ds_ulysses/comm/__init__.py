@@ -5,6 +5,7 @@ No other room but the engine talks to torch.distributed.
 
 from torch.distributed import ProcessGroup
 
+from ds_ulysses.comm.channels import ChannelTable
 from ds_ulysses.comm.collectives import (
     Pending,
     any_rank,
@@ -19,15 +20,18 @@ from ds_ulysses.comm.collectives import (
     start_shift,
     sum_over_world,
 )
-from ds_ulysses.comm.exchange import gather_channels, overlap, place, scatter_channels, start_gather, start_scatter
+from ds_ulysses.comm.exchange import gather_channels, place, scatter_channels, start_gather, start_scatter
 from ds_ulysses.comm.ledger import Ledger, ledger
-from ds_ulysses.comm.topology import Topology
+from ds_ulysses.comm.topology import Topology, whole_group
+from ds_ulysses.comm.transport import Ring
 from ds_ulysses.comm.turns import in_turns, my_turn, once
 
 __all__ = [
+    "ChannelTable",
     "Ledger",
     "Pending",
     "ProcessGroup",
+    "Ring",
     "Topology",
     "any_rank",
     "barrier",
@@ -40,7 +44,6 @@ __all__ = [
     "my_turn",
     "once",
     "one_ahead",
-    "overlap",
     "place",
     "same_on_all_ranks",
     "scatter_channels",
@@ -50,4 +53,5 @@ __all__ = [
     "start_scatter",
     "start_shift",
     "sum_over_world",
+    "whole_group",
 ]

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ds_ulysses.comm.collectives import members
 from ds_ulysses.config import SequenceParallelConfig
-from ds_ulysses.placement import Machine, Mesh, choose_mesh
+from ds_ulysses.placement import Machine, Mesh, Placement, choose_mesh
 
 
 def _join_process_group() -> None:
@@ -114,6 +115,19 @@ class Topology:
             return torch.device("cpu")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
+    def place(self, num_tokens: int, num_rows: int = 1, documents: bytes | None = None) -> Placement:
+        """Where the pieces of a micro-batch are: rows of `num_tokens`, a multiple of sp_size; see `Placement`."""
+        rows = 1 if documents is None else num_rows
+        groups = self.ulysses_group.group_name, self.ring_group.group_name
+        return Placement(self.mesh, self.sp_rank, num_tokens, documents, rows, *groups)
+
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
         """Process groups are handles: a copied model still talks over the same ones."""
         return self
+
+
+def whole_group(group: ProcessGroup, num_tokens: int) -> Placement:
+    """That of a Ulysses group without a topology, whose ranks hold `num_tokens` of each row."""
+    rank, size = members(group)
+    mesh = Mesh("ulysses", ulysses_size=size, ring_size=1, layout="contiguous")
+    return Placement(mesh, rank, num_tokens * size, ulysses_group=group.group_name)

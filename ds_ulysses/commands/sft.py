@@ -11,7 +11,9 @@ from ds_ulysses.config import shipped
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Its own flag; all others are those of train/sft.py."""
-    parser = commands.add_parser("sft", help="fine-tune a model; takes the flags of train/sft.py", add_help=False)
+    about = "fine-tune a model; takes the flags of train/sft.py"
+    # No abbreviations: they would swallow flags of train/sft.py.
+    parser = commands.add_parser("sft", help=about, add_help=False, allow_abbrev=False)
     parser.add_argument("--ranks", type=int, help="ranks to start (default: all GPUs)")
     parser.add_argument("-h", "--help", action="store_true")
     parser.set_defaults(run=run)

@@ -13,14 +13,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ds_ulysses.kernels.contract import FunctionalKernel, Mask, Request, Triple, empty_rows, visible
+from ds_ulysses.kernels.contract import Mask, Request, Softmax, Triple
+from ds_ulysses.kernels.looping import LoopingKernel
+from ds_ulysses.kernels.masks import empty_rows, visible
 from ds_ulysses.kernels.merge import merge
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class CpuFlashKernel(FunctionalKernel):
+class CpuFlashKernel(LoopingKernel):
     name = "cpu_flash"
     device = "cpu"
 
@@ -39,15 +41,16 @@ class CpuFlashKernel(FunctionalKernel):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=mask.scale)
         lse = lse.contiguous()
-        lse[..., :before] = float("-inf")
-        lse[..., lse.shape[-1] - after :] = float("-inf")
+        if before or after:
+            lse[..., :before] = float("-inf")
+            lse[..., lse.shape[-1] - after :] = float("-inf")
         return out.transpose(1, 2), lse
 
-    def _gradients(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask) -> Triple:
-        q, k, v = qkv
+    def _gradients(self, dout: Tensor, qkv: Triple, softmax: Softmax, mask: Mask) -> Triple:
+        (q, k, v), (out, lse) = qkv, softmax
         if ahead := _keys_ahead(q, k, mask):
-            seen = self._gradients(dout, (q, k[:, :ahead], v[:, :ahead]), out, lse, replace(mask, right=-1))
-            square = self._gradients(dout, (q, k[:, ahead:], v[:, ahead:]), out, lse, mask)
+            seen = self._gradients(dout, (q, k[:, :ahead], v[:, :ahead]), softmax, replace(mask, right=-1))
+            square = self._gradients(dout, (q, k[:, ahead:], v[:, ahead:]), softmax, mask)
             dk, dv = (torch.cat(parts, dim=1) for parts in zip(seen[1:], square[1:], strict=True))
             return seen[0] + square[0], dk, dv
         causal, bias = _mask_arguments(q, k, mask)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ds_ulysses.config import accumulation_dtype
-from ds_ulysses.kernels.contract import FunctionalKernel, Mask, Request, Triple, visible
+from ds_ulysses.kernels.contract import Mask, Request, Softmax, Triple
+from ds_ulysses.kernels.looping import LoopingKernel
+from ds_ulysses.kernels.masks import visible
 
 
-class EagerKernel(FunctionalKernel):
+class EagerKernel(LoopingKernel):
     name = "eager"
     any_value_dim = True
 
@@ -25,8 +27,8 @@ class EagerKernel(FunctionalKernel):
         out = torch.einsum("BKGqk,BkKE->BqKGE", _probabilities(scores, lse).to(v.dtype), v)
         return out.flatten(2, 3), lse.flatten(1, 2)
 
-    def _gradients(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask) -> Triple:
-        q, k, v = qkv
+    def _gradients(self, dout: Tensor, qkv: Triple, softmax: Softmax, mask: Mask) -> Triple:
+        (q, k, v), (out, lse) = qkv, softmax
         scores, tanh = _scores(q, k, mask)
         groups = (k.shape[2], q.shape[2] // k.shape[2])
         lse, dout, out = lse.unflatten(1, groups), dout.unflatten(2, groups), out.unflatten(2, groups)

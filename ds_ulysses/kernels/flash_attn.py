@@ -1,13 +1,15 @@
 """Dao's flash-attn, generations 2, 3 and 4, where they are installed. CUDA, fp16 and bf16.
 
 The three differ in argument order, in how "no limit" and "no softcap" are written, and in the lse of a query
-that sees nothing (+inf in generation 2). All write gradients in place, so none is copied.
+that sees nothing (+inf in generation 2). All write gradients in place, so none is copied. With a table of segments they
+take the one row without its batch dim: [1, L, H, D] -> [L, H, D], lse [1, H, L] -> [H, L].
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ulysses.kernels.contract import Kernel, Mask, Request, Triple, flash_refusal
+from ds_ulysses.kernels.contract import Kernel, Mask, Request, Softmax, Triple
+from ds_ulysses.kernels.segments import Segments
 
 
 @cache
@@ -35,6 +38,24 @@ def _unused(function: Callable[..., Any]) -> dict[str, None]:
     """None for each argument without a default: paging, rotary, descaling and the like, which we never use."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: None for p in parameters if p.default is inspect.Parameter.empty}
+
+
+def _table(segments: Segments | None, device: torch.device, function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments that describe a table, of those that the function has: generation 4 came to lengths late."""
+    if segments is None:
+        return {}
+    q, k = segments.cu_seqlens(device)
+    given = {"cu_seqlens_q": q, "cu_seqlens_k": k, "max_seqlen_q": segments.max_q, "max_seqlen_k": segments.max_k}
+    return {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
+
+
+def flash_refusal(request: Request, max_head_dim: int = 256) -> str | None:
+    """Why a CUDA flash kernel cannot serve the request: they take half precision and head dims in steps of 8."""
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has no {request.dtype}"
+    if request.head_dim > max_head_dim or request.head_dim % 8:
+        return f"it has no head dim {request.head_dim}"
+    return None
 
 
 class _FlashAttention(Kernel):
@@ -59,25 +80,60 @@ class _FlashAttention(Kernel):
         assert library is not None, f"{self.name} was selected without {self.module}"
         return library
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, segments: Segments | None) -> tuple[Tensor, Tensor]:
+        if segments is None:
+            return self._forward((q, k, v), mask, None)
+        out, lse = self._forward((q[0], k[0], v[0]), mask, segments)
+        return out[None], lse[None]
+
+    def _write_gradients(
+        self, dout: Tensor, qkv: Triple, softmax: Softmax, mask: Mask, grads: Triple, segments: Segments | None
+    ) -> None:
+        tensors = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*qkv, *grads), strict=True))
+        tensors |= {"dout": dout, "out": softmax[0], "lse": softmax[1]}
+        if segments is not None:
+            tensors = {name: x[0] for name, x in tensors.items()}
+        self._backward(tensors, mask, segments)
+
+    @abstractmethod
+    def _forward(self, qkv: Triple, mask: Mask, segments: Segments | None) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _backward(self, tensors: dict[str, Tensor], mask: Mask, segments: Segments | None) -> None: ...
+
 
 class FlashAttention2(_FlashAttention):
     name = "flash_attn_2"
     module = "flash_attn.flash_attn_interface"
     generations = (8, 9, 10, 11, 12)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        out, lse, _, _ = self.library._flash_attn_forward(
-            q, k, v, 0.0, mask.scale, causal=mask.right == 0, window_size_left=mask.left,
-            window_size_right=mask.right, softcap=mask.softcap, alibi_slopes=None, return_softmax=False,
-        )  # fmt: skip
+    def _forward(self, qkv: Triple, mask: Mask, segments: Segments | None) -> tuple[Tensor, Tensor]:
+        library = self.library
+        forward = library._flash_attn_forward if segments is None else library._flash_attn_varlen_forward
+        tensors = dict(zip(("q", "k", "v"), qkv, strict=True))
+        table = _table(segments, qkv[0].device, forward)
+        out, lse, *_ = forward(**tensors, **table, **self._options(mask), return_softmax=False)
         return out, lse.masked_fill_(lse == float("inf"), float("-inf"))
 
-    def _backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None:
-        lse = torch.where(lse == float("-inf"), float("inf"), lse)
-        self.library._flash_attn_backward(
-            dout, *qkv, out, lse, *grads, 0.0, mask.scale, causal=mask.right == 0, window_size_left=mask.left,
-            window_size_right=mask.right, softcap=mask.softcap, alibi_slopes=None, deterministic=False,
-        )  # fmt: skip
+    def _backward(self, tensors: dict[str, Tensor], mask: Mask, segments: Segments | None) -> None:
+        library = self.library
+        backward = library._flash_attn_backward if segments is None else library._flash_attn_varlen_backward
+        lse = tensors.pop("lse")
+        tensors["softmax_lse"] = torch.where(lse == float("-inf"), float("inf"), lse)
+        table = _table(segments, lse.device, backward)
+        backward(**tensors, **table, **self._options(mask), deterministic=False)
+
+    @staticmethod
+    def _options(mask: Mask) -> dict[str, Any]:
+        return {
+            "dropout_p": 0.0,
+            "softmax_scale": mask.scale,
+            "causal": mask.right == 0,
+            "window_size_left": mask.left,
+            "window_size_right": mask.right,
+            "softcap": mask.softcap,
+            "alibi_slopes": None,
+        }
 
 
 class FlashAttention3(_FlashAttention):
@@ -85,16 +141,18 @@ class FlashAttention3(_FlashAttention):
     module = "flash_attn_interface"
     generations = (9,)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    def _forward(self, qkv: Triple, mask: Mask, segments: Segments | None) -> tuple[Tensor, Tensor]:
         forward = self.library._flash_attn_forward
-        out, lse, *_ = forward(**_unused(forward) | self._options(mask) | {"q": q, "k": k, "v": v})
+        tensors = dict(zip(("q", "k", "v"), qkv, strict=True))
+        table = _table(segments, qkv[0].device, forward)
+        out, lse, *_ = forward(**_unused(forward) | self._options(mask) | tensors | table)
         return out, lse
 
-    def _backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None:
+    def _backward(self, tensors: dict[str, Tensor], mask: Mask, segments: Segments | None) -> None:
         backward = self.library._flash_attn_backward
-        tensors = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*qkv, *grads), strict=True))
-        tensors |= {"dout": dout, "out": out, "softmax_lse": lse}
-        backward(**_unused(backward) | self._options(mask) | tensors)
+        tensors["softmax_lse"] = tensors.pop("lse")
+        table = _table(segments, tensors["q"].device, backward)
+        backward(**_unused(backward) | self._options(mask) | tensors | table)
 
     @staticmethod
     def _options(mask: Mask) -> dict[str, Any]:
@@ -112,13 +170,16 @@ class FlashAttention4(_FlashAttention):
     max_head_dim = 128
     generations = (9, 10, 11)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.library._flash_attn_fwd(q, k, v, return_lse=True, **self._options(mask))
+    def _forward(self, qkv: Triple, mask: Mask, segments: Segments | None) -> tuple[Tensor, Tensor]:
+        forward = self.library._flash_attn_fwd
+        table = _table(segments, qkv[0].device, forward)
+        out, lse, *_ = forward(*qkv, return_lse=True, **self._options(mask), **table)
         return out, lse
 
-    def _backward(self, dout: Tensor, qkv: Triple, out: Tensor, lse: Tensor, mask: Mask, grads: Triple) -> None:
-        dq, dk, dv = grads
-        self.library._flash_attn_bwd(*qkv, out, dout, lse, dq=dq, dk=dk, dv=dv, **self._options(mask))
+    def _backward(self, tensors: dict[str, Tensor], mask: Mask, segments: Segments | None) -> None:
+        backward = self.library._flash_attn_bwd
+        table = _table(segments, tensors["q"].device, backward)
+        backward(**tensors, **self._options(mask), **table)
 
     @staticmethod
     def _options(mask: Mask) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 `softmax/` is attention: Ulysses, ring, all-gather, hierarchical, behind `DistributedAttention`.
 """
 
+from ds_ulysses.mixers.contract import Mixer
 from ds_ulysses.mixers.softmax.distributed import DistributedAttention
 from ds_ulysses.mixers.softmax.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 
-__all__ = ["DistributedAttention", "gather_heads_scatter_seq", "gather_seq_scatter_heads"]
+__all__ = ["DistributedAttention", "Mixer", "gather_heads_scatter_seq", "gather_seq_scatter_heads"]

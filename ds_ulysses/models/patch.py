@@ -1,9 +1,9 @@
-"""Injection into a Hugging Face model. Only this file and causal_lm.py import transformers.
+"""Injection into a Hugging Face model.
 
-`patch_model` gives each attention layer a `DistributedAttention` and makes the model's config name our
+`patch_model` gives each module that mixes tokens its mixer (see injectors.py) and makes the model's config name our
 attention function, which is registered with transformers under a name of its own. The model gets a copy of its
 config first, so another model that shares it is not touched. No mask function is registered: transformers then
-builds no mask, and one that is passed in is refused, because padding and documents travel as `documents`.
+builds no mask, and one that is passed in is refused, because padding and documents travel in the `placement`.
 
 Hugging Face's shapes live here only: q [B, H, S, D] in, [B, S, H, E] out, for values of E channels.
 """
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
-from ds_ulysses.batch import document_lengths
 from ds_ulysses.comm import Topology, same_on_all_ranks
 from ds_ulysses.kernels import Mask
 from ds_ulysses.loss import StepNormalizer
 from ds_ulysses.mixers import DistributedAttention
 from ds_ulysses.models import facts
 from ds_ulysses.models.causal_lm import output_layer, replace_forwards, restore_forwards
+from ds_ulysses.models.injectors import Place, find_places
 from ds_ulysses.models.rope import DocumentRotary, length_dependent
 from ds_ulysses.models.support import refuse_unsupported_model
 
@@ -44,7 +44,8 @@ class Patch:
     topology: Topology
     attention_name: str
     normalizer: StepNormalizer = field(default_factory=StepNormalizer)
-    layers: dict[str, nn.Module] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    """Modules that have been given a mixer, by name."""
     rotaries: dict[nn.Module, DocumentRotary] = field(default_factory=dict)
     """Rotary modules that go by the length of each document, and what stands in for them."""
     handles: dict[str, RemovableHandle] = field(default_factory=dict)
@@ -61,12 +62,12 @@ def patch_model(model: nn.Module, topology: Topology) -> Patch:
     if hasattr(inner, ATTRIBUTE):
         raise ValueError("This model is patched already. Call unpatch_model first to change its topology.")
     refuse_unsupported_model(inner.config)
-    layers = _attention_layers(inner)
+    places = find_places(inner)
     head = output_layer(inner)
-    patch = Patch(inner, topology, inner.config._attn_implementation, layers=layers)
+    patch = Patch(inner, topology, inner.config._attn_implementation, places=places)
     _own_config(inner)._attn_implementation_internal = ATTENTION_NAME
-    for layer in layers.values():
-        layer.distributed_attention = DistributedAttention(kernel=topology.config.kernel, topology=topology)
+    for place in places.values():
+        place.inject(topology)
     patch.rotaries = {module: DocumentRotary(module) for module in inner.modules() if length_dependent(module)}
     for module, rotary in patch.rotaries.items():
         vars(module)["forward"] = rotary
@@ -75,7 +76,7 @@ def patch_model(model: nn.Module, topology: Topology) -> Patch:
     patch.handles["exchanges"] = decoder.register_forward_hook(partial(_check_exchanges, patch))
     patch.handles["dropout"] = decoder.register_forward_pre_hook(partial(_check_dropout, patch))
     if head is not None:
-        replace_forwards(inner, head, topology, patch.normalizer)
+        replace_forwards(inner, head, topology.config.logits_tile_size, patch.normalizer)
     setattr(inner, ATTRIBUTE, patch)
     return patch
 
@@ -87,8 +88,8 @@ def unpatch_model(model: nn.Module) -> None:
     if patch is None:
         raise ValueError("This model is not patched, so there is nothing to undo.")
     inner.config._attn_implementation_internal = patch.attention_name
-    for layer in patch.layers.values():
-        del layer.distributed_attention
+    for place in patch.places.values():
+        place.remove()
     for handle in patch.handles.values():
         handle.remove()
     for rotary in patch.rotaries:
@@ -113,17 +114,6 @@ def find_model(model: nn.Module) -> PreTrainedModel:
     return next(iter(found.values()))
 
 
-def _attention_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    layers = {name: m for name, m in model.named_modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}
-    expected = model.config.num_hidden_layers
-    if len(layers) != expected:
-        raise ValueError(
-            f"{type(model).__name__} has {expected} layers, but {len(layers)} attention modules that can be patched, "
-            f"so some would attend within their shard only. Use the architecture's own transformers class."
-        )
-    return layers
-
-
 def _own_config(model: PreTrainedModel) -> Any:
     """Give every module of this model that holds its config a copy, and return it."""
     shared, own = model.config, copy.copy(model.config)
@@ -138,7 +128,7 @@ def _attention_forward(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in each layer: [B, H, S, D] in, [B, S, H, E] out."""
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
-    scale, documents, sinks = kwargs.pop("scaling", None), kwargs.pop("documents", None), kwargs.pop("s_aux", None)
+    scale, placement, sinks = kwargs.pop("scaling", None), kwargs.pop("placement", None), kwargs.pop("s_aux", None)
     asked = [name for name, value in kwargs.items() if name not in HARMLESS and _is_set(value)]
     if attention_mask is not None:
         asked.append("a mask")
@@ -152,18 +142,13 @@ def _attention_forward(
     scale = scale if scale is not None else query.shape[3] ** -0.5
     mask = Mask(scale, *facts.seen_distances(module.config, window), softcap or 0.0)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return _attention_of(module)(q, k, v, mask, documents, sinks), None
+    attention: DistributedAttention = module.distributed_attention  # type: ignore[assignment]
+    return attention(q, k, v, mask, placement, sinks), None
 
 
 def _is_set(value: Any) -> bool:
     """Whether a keyword asks for anything: tensors do, None, False and 0 do not."""
     return isinstance(value, Tensor) or bool(value)
-
-
-def _attention_of(layer: nn.Module) -> DistributedAttention:
-    attention = layer.distributed_attention
-    assert isinstance(attention, DistributedAttention)
-    return attention
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
@@ -182,8 +167,9 @@ def _begin_forward(
     if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
         raise ValueError("Generation with a cache is not sharded. Call unpatch_model, or generate from a saved model.")
     if patch.rotaries:
-        positions = kwargs["position_ids"]
-        lengths = document_lengths(kwargs.get("documents"), patch.topology, (positions.shape[0], positions.shape[1]))
+        rows, tokens = kwargs["position_ids"].shape
+        placement = kwargs.get("placement") or patch.topology.place(tokens * patch.topology.sp_size)
+        lengths = torch.from_numpy(placement.document_lengths(rows))
         for rotary in patch.rotaries.values():
             rotary.lengths = lengths
     return args, kwargs | {"use_cache": False}
@@ -207,9 +193,9 @@ def _check_dropout(patch: Patch, module: nn.Module, args: Any) -> None:
 def _check_exchanges(patch: Patch, module: nn.Module, args: Any, output: Any) -> None:
     """After the first forward: every patched layer must have gone through its `DistributedAttention`."""
     patch.handles.pop("exchanges").remove()
-    bypassed = [name for name, layer in patch.layers.items() if not _attention_of(layer).has_exchanged]
+    bypassed = [name for name, place in patch.places.items() if not place.mixer.has_mixed]
     if bypassed:
         raise ValueError(
-            f"{len(bypassed)} of {len(patch.layers)} attention layers attended within their shard only, first "
+            f"{len(bypassed)} of {len(patch.places)} attention layers attended within their shard only, first "
             f"{bypassed[0]}: something replaced the model's attention after it was patched. Patch it last."
         )

@@ -68,7 +68,7 @@ class HeadSplit:
             )
 
     @property
-    def group_size(self) -> int:
+    def queries_per_kv(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
@@ -83,7 +83,7 @@ class HeadSplit:
         start, stop = self.q_range(rank)
         if start == stop:
             return 0, 0
-        return start // self.group_size, (stop - 1) // self.group_size + 1
+        return start // self.queries_per_kv, (stop - 1) // self.queries_per_kv + 1
 
     def counts(self, rank: int) -> tuple[int, int]:
         """Query and KV heads of a rank."""
@@ -99,7 +99,8 @@ class HeadSplit:
         start, stop = self.q_range(rank)
         kv_start, kv_stop = self.kv_range(rank)
         sizes = [
-            min(stop, (kv + 1) * self.group_size) - max(start, kv * self.group_size) for kv in range(kv_start, kv_stop)
+            min(stop, (kv + 1) * self.queries_per_kv) - max(start, kv * self.queries_per_kv)
+            for kv in range(kv_start, kv_stop)
         ]
         runs, q_done, kv_done = [], 0, 0
         for size, same in groupby(sizes):
@@ -115,12 +116,12 @@ class HeadSplit:
         brought: dict[int, tuple[int, int]] = {}
         groups = []
         for index, (first, last) in enumerate(pairwise(cuts)):
-            needed = range(first // self.group_size, -(-last // self.group_size)) if first < last else range(0)
+            needed = range(first // self.queries_per_kv, -(-last // self.queries_per_kv)) if first < last else range(0)
             new = [kv for kv in needed if kv not in brought]
             brought |= {kv: (index, place) for place, kv in enumerate(new)}
             runs, done = [], 0
             for kv in needed:
-                size = min(last, (kv + 1) * self.group_size) - max(first, kv * self.group_size)
+                size = min(last, (kv + 1) * self.queries_per_kv) - max(first, kv * self.queries_per_kv)
                 owner, place = brought[kv]
                 runs.append((owner, HeadRun(done, done + size, place, place + 1)))
                 done += size

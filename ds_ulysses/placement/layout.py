@@ -26,8 +26,8 @@ Ints = NDArray[np.int64]
 NOT_A_DOCUMENT = -1
 
 
-class Segments(NamedTuple):
-    """Neighbouring tokens of one document, or of a gap between documents: one segment per place in the arrays."""
+class Pieces(NamedTuple):
+    """Neighbouring tokens of one document, or of a gap between documents: one piece per place in the arrays."""
 
     row: Ints
     document: Ints
@@ -35,8 +35,8 @@ class Segments(NamedTuple):
     start: Ints
     stop: Ints
 
-    def take(self, index: Ints | NDArray[np.bool_] | slice) -> Segments:
-        return Segments(*(column[index] for column in self))
+    def take(self, index: Ints | NDArray[np.bool_] | slice) -> Pieces:
+        return Pieces(*(column[index] for column in self))
 
     @property
     def num_tokens(self) -> Ints:
@@ -44,15 +44,15 @@ class Segments(NamedTuple):
 
     @property
     def at(self) -> Ints:
-        """Where each begins in its row of a buffer that holds these segments, row by row."""
+        """Where each begins in its row of a buffer that holds these pieces, row by row."""
         ends = np.cumsum(self.num_tokens)
         begins = ends - self.num_tokens
         first_of_row = np.searchsorted(self.row, self.row)
         return begins - begins[first_of_row]
 
 
-def lay_out(num_tokens: int, num_rows: int, documents: Ints, ring_size: int, layout: str) -> list[Segments]:
-    """For each ring rank, the segments that it holds, by row and place in the row.
+def lay_out(num_tokens: int, num_rows: int, documents: Ints, ring_size: int, layout: str) -> list[Pieces]:
+    """For each ring rank, the pieces that it holds, by row and place in the row.
 
     `documents` [N, 3] of (row, start, stop) do not overlap; what they leave uncovered is laid out like one more
     document. Every ring rank holds num_tokens / ring_size tokens of each row; `num_tokens` must be a multiple of
@@ -61,31 +61,31 @@ def lay_out(num_tokens: int, num_rows: int, documents: Ints, ring_size: int, lay
     assert num_tokens % ring_size == 0, (num_tokens, ring_size)
     pieces = _pieces(num_tokens, num_rows, documents)
     if layout == "zigzag":
-        ranks, segments = _zigzag(pieces, ring_size)
+        ranks, pieces = _zigzag(pieces, ring_size)
     else:
-        ranks, segments = _cut_at_multiples(pieces, pieces.start, num_tokens // ring_size)
-    return [_join(segments.take(ranks == ring_rank)) for ring_rank in range(ring_size)]
+        ranks, pieces = _cut_at_multiples(pieces, pieces.start, num_tokens // ring_size)
+    return [_join(pieces.take(ranks == ring_rank)) for ring_rank in range(ring_size)]
 
 
-def cut(segments: Segments, num_tokens: int, num_parts: int) -> list[Segments]:
+def cut(pieces: Pieces, num_tokens: int, num_parts: int) -> list[Pieces]:
     """Cut what a ring rank holds of each row, `num_tokens`, into equal shards: one per rank of its Ulysses group."""
-    parts, shards = _cut_at_multiples(segments, segments.at, num_tokens // num_parts)
+    parts, shards = _cut_at_multiples(pieces, pieces.at, num_tokens // num_parts)
     return [shards.take(parts == part) for part in range(num_parts)]
 
 
-def token_index(segments: Segments, num_rows: int) -> Ints:
-    """[tokens per row, num_rows]: the place in its row of each token of these segments."""
-    lengths = segments.num_tokens
-    shift = segments.start - (np.cumsum(lengths) - lengths)
+def token_index(pieces: Pieces, num_rows: int) -> Ints:
+    """[tokens per row, num_rows]: the place in its row of each token of these pieces."""
+    lengths = pieces.num_tokens
+    shift = pieces.start - (np.cumsum(lengths) - lengths)
     places = np.arange(lengths.sum()) + np.repeat(shift, lengths)
     return places.reshape(num_rows, -1).T
 
 
-def _pieces(num_tokens: int, num_rows: int, documents: Ints) -> Segments:
+def _pieces(num_tokens: int, num_rows: int, documents: Ints) -> Pieces:
     """Documents and the gaps between them, by row and place."""
     rows, none = np.arange(num_rows), np.full(num_rows, NOT_A_DOCUMENT)
     zeros, ends = np.zeros(num_rows, dtype=np.int64), np.full(num_rows, num_tokens)
-    borders = Segments(
+    borders = Pieces(
         np.concatenate([rows, documents[:, 0], rows]),
         np.concatenate([none, np.arange(len(documents)), none]),
         np.concatenate([zeros, documents[:, 1], ends]),
@@ -93,14 +93,14 @@ def _pieces(num_tokens: int, num_rows: int, documents: Ints) -> Segments:
     )
     borders = borders.take(np.lexsort((borders.stop, borders.start, borders.row)))
     before, after = borders.take(np.s_[:-1]), borders.take(np.s_[1:])
-    gaps = Segments(before.row, np.full(len(before.row), NOT_A_DOCUMENT), before.stop, after.start)
-    pieces = Segments(*(np.concatenate(columns) for columns in zip(borders, gaps, strict=True)))
+    gaps = Pieces(before.row, np.full(len(before.row), NOT_A_DOCUMENT), before.stop, after.start)
+    pieces = Pieces(*(np.concatenate(columns) for columns in zip(borders, gaps, strict=True)))
     pieces = pieces.take(pieces.num_tokens > 0)  # from row to row, the gap is negative
     return pieces.take(np.lexsort((pieces.start, pieces.row)))
 
 
-def _zigzag(pieces: Segments, ring_size: int) -> tuple[Ints, Segments]:
-    """Ring rank and segment of each chunk: early ones going up the ring, late ones coming back."""
+def _zigzag(pieces: Pieces, ring_size: int) -> tuple[Ints, Pieces]:
+    """Ring rank and piece of each chunk: early ones going up the ring, late ones coming back."""
     ring = np.arange(ring_size)
     share, extra = np.divmod(pieces.num_tokens[:, None], ring_size)
     # All pieces before this one have as many tokens as its start says, so that is whose turn it is.
@@ -108,28 +108,28 @@ def _zigzag(pieces: Segments, ring_size: int) -> tuple[Ints, Segments]:
     chunks = np.concatenate([sizes // 2, (sizes - sizes // 2)[:, ::-1]], axis=1)
     stops = pieces.start[:, None] + np.cumsum(chunks, axis=1)
     row, document = (np.repeat(column, 2 * ring_size) for column in (pieces.row, pieces.document))
-    segments = Segments(row, document, (stops - chunks).ravel(), stops.ravel())
+    cut_up = Pieces(row, document, (stops - chunks).ravel(), stops.ravel())
     ranks = np.tile(np.concatenate([ring, ring[::-1]]), len(pieces.row))
-    filled = segments.num_tokens > 0
-    return ranks[filled], segments.take(filled)
+    filled = cut_up.num_tokens > 0
+    return ranks[filled], cut_up.take(filled)
 
 
-def _cut_at_multiples(segments: Segments, at: Ints, size: int) -> tuple[Ints, Segments]:
-    """Cut each segment, which begins at `at`, where a multiple of `size` is; and the number of each slice."""
-    first, last = at // size, (at + segments.num_tokens - 1) // size
+def _cut_at_multiples(pieces: Pieces, at: Ints, size: int) -> tuple[Ints, Pieces]:
+    """Cut each piece, which begins at `at`, where a multiple of `size` is; and the number of each slice."""
+    first, last = at // size, (at + pieces.num_tokens - 1) // size
     index = np.repeat(np.arange(len(at)), last - first + 1)
     new = np.cumsum(last - first + 1) - (last - first + 1)
     number = np.arange(len(index)) - new[index] + first[index]
-    whole, at = segments.take(index), at[index]
+    whole, at = pieces.take(index), at[index]
     start = whole.start + np.maximum(number * size - at, 0)
     stop = whole.start + np.minimum(whole.num_tokens, (number + 1) * size - at)
-    return number, Segments(whole.row, whole.document, start, stop)
+    return number, Pieces(whole.row, whole.document, start, stop)
 
 
-def _join(segments: Segments) -> Segments:
-    """The last ring rank's early and late chunk of a document are neighbours: one segment."""
-    before, after = segments.take(np.s_[:-1]), segments.take(np.s_[1:])
+def _join(pieces: Pieces) -> Pieces:
+    """The last ring rank's early and late chunk of a document are neighbours: one piece."""
+    before, after = pieces.take(np.s_[:-1]), pieces.take(np.s_[1:])
     new = (before.row != after.row) | (before.document != after.document) | (before.stop != after.start)
-    starts = np.concatenate([[True], new]) if len(segments.row) else new
-    stops = np.concatenate([new, [True]]) if len(segments.row) else new
-    return Segments(segments.row[starts], segments.document[starts], segments.start[starts], segments.stop[stops])
+    starts = np.concatenate([[True], new]) if len(pieces.row) else new
+    stops = np.concatenate([new, [True]]) if len(pieces.row) else new
+    return Pieces(pieces.row[starts], pieces.document[starts], pieces.start[starts], pieces.stop[stops])

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ulysses.placement.layout import NOT_A_DOCUMENT, Ints, Segments, cut, lay_out
+from ds_ulysses.placement.layout import NOT_A_DOCUMENT, Ints, Pieces, cut, lay_out
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """All that a plan depends on."""
+    """All that a schedule depends on."""
 
     num_tokens: int
     """Of a row."""
@@ -103,7 +103,7 @@ class Step(NamedTuple):
 
 # Packed batches have a plan each, and plans of thousands of documents are large: what is kept is that of a few batches.
 @lru_cache(maxsize=8)
-def make_plan(geometry: Geometry, ring_rank: int) -> tuple[Step, ...]:
+def make_schedule(geometry: Geometry, ring_rank: int) -> tuple[Step, ...]:
     """The steps of a ring rank, its own keys first. All ranks take the same, so that messages pair up in order."""
     steps = []
     for distance in _distances(geometry):
@@ -116,15 +116,15 @@ def make_plan(geometry: Geometry, ring_rank: int) -> tuple[Step, ...]:
 
 
 @lru_cache(maxsize=8)
-def plan_gathered(geometry: Geometry, ring_rank: int) -> tuple[Pair, ...]:
+def gathered_pairs(geometry: Geometry, ring_rank: int) -> tuple[Pair, ...]:
     """Pairs of a ring rank with the keys of all, in the order of the row. No query is in two of them."""
     everything = _held(replace(geometry.without_mask(), ring_size=1), 0, 1)
     return _merge(_encounters(_held(geometry.without_mask(), ring_rank, 1), everything, geometry))
 
 
 @lru_cache(maxsize=8)
-def held_by(geometry: Geometry) -> list[Segments]:
-    """The segments of each ring rank."""
+def held_by(geometry: Geometry) -> list[Pieces]:
+    """The pieces of each ring rank."""
     if geometry.documents is None:
         documents = np.array([[0, 0, geometry.num_tokens]])
     else:
@@ -154,9 +154,9 @@ class _Meeting(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """Segments of documents, by document; the part of the keys that each is in, and where in its row of it."""
+    """Pieces of documents, by document; the part of the keys that each is in, and where in its row of it."""
 
-    segments: Segments
+    pieces: Pieces
     part: Ints
     at: Ints
 
@@ -203,24 +203,24 @@ def _meet(geometry: Geometry, q_rank: int, k_rank: int) -> _Meeting:
 @lru_cache(maxsize=128)
 def _held(geometry: Geometry, ring_rank: int, num_parts: int) -> _Held:
     parts = cut(held_by(geometry)[ring_rank], geometry.tokens_per_ring_rank, num_parts)
-    segments = Segments(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    pieces = Pieces(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
     part = np.repeat(np.arange(num_parts), [len(shard.row) for shard in parts])
     at = np.concatenate([shard.at for shard in parts])
-    order = np.argsort(segments.document, kind="stable")
-    order = order[segments.document[order] != NOT_A_DOCUMENT]
-    return _Held(segments.take(order), part[order], at[order])
+    order = np.argsort(pieces.document, kind="stable")
+    order = order[pieces.document[order] != NOT_A_DOCUMENT]
+    return _Held(pieces.take(order), part[order], at[order])
 
 
 def _encounters(queries: _Held, keys: _Held, mask: Geometry) -> _Encounters:
-    """Each query segment with each key segment that it sees anything of.
+    """Each query piece with each key piece that it sees anything of.
 
     Both are cut to what sees and is seen; then the mask is expressed in offsets from the bottom right.
     """
-    first = np.searchsorted(keys.segments.document, queries.segments.document)
-    count = np.searchsorted(keys.segments.document, queries.segments.document, side="right") - first
+    first = np.searchsorted(keys.pieces.document, queries.pieces.document)
+    count = np.searchsorted(keys.pieces.document, queries.pieces.document, side="right") - first
     i = np.repeat(np.arange(len(first)), count)
     j = np.arange(len(i)) - np.repeat(np.cumsum(count) - count, count) + first[i]
-    (row, _, a, b), (_, _, c, d) = queries.segments.take(i), keys.segments.take(j)
+    (row, _, a, b), (_, _, c, d) = queries.pieces.take(i), keys.pieces.take(j)
     shift_q, shift_k = queries.at[i] - a, keys.at[j] - c
     far = np.iinfo(np.int64).max // 4
     left, right = (limit if limit >= 0 else far for limit in (mask.left, mask.right))

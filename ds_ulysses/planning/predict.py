@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_ulysses.config import BYTES, Direction, Entry, on_the_wire
-from ds_ulysses.placement import Geometry, HeadSplit, Mesh, make_plan, num_tokens, stages
+from ds_ulysses.placement import Geometry, HeadSplit, Mesh, make_schedule, num_tokens, stages
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Counter:
         batch = 1 if packed else shape.batch_size
         num_kv = shape.num_kv_heads if self.spreads_keys else self.split.counts(self.rank)[1]
         wire = on_the_wire(mesh.grad_dtype, shape.dtype)
-        for step in make_plan(geometry, ring_rank):
+        for step in make_schedule(geometry, ring_rank):
             if step.distance:
                 out, home = num_tokens(step.send[part]), step.receive[part]
                 unit = batch * num_kv * shape.kv_dim

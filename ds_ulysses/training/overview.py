@@ -10,7 +10,7 @@ from ds_ulysses.config import compute_dtype, zero_stage
 from ds_ulysses.data import Batching, Samples, Stream, Survey, survey_epoch
 from ds_ulysses.engine import Start
 from ds_ulysses.models import facts
-from ds_ulysses.placement import Geometry, HeadSplit, make_plan
+from ds_ulysses.placement import Geometry, HeadSplit, make_schedule
 from ds_ulysses.planning import AttentionShape, predict
 
 
@@ -101,7 +101,7 @@ def _strategy(topology: Topology, longest: int) -> str:
     """With the balance of the ring: attention of the longest row, causal, by the plan."""
     mesh = topology.mesh
     geometry = Geometry(longest, mesh.ring_size, mesh.layout)
-    plans = [make_plan(geometry, ring_rank) for ring_rank in range(mesh.ring_size)]
+    plans = [make_schedule(geometry, ring_rank) for ring_rank in range(mesh.ring_size)]
     work = [sum(pair.num_seen for step in plan for pair in step.pairs) for plan in plans]
     return f"{mesh}; attention of the busiest ring rank {max(work) * len(work) / sum(work):.2f}x the mean"
 

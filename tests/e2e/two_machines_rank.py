@@ -21,7 +21,7 @@ def bytes_on_the_wire(interface: str) -> int:
 def main(store: str, rank: int, interface: str, heads: tuple[int, int]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_SIZE": "2"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
     import ds_ulysses
 
     config = ds_ulysses.SequenceParallelConfig(sequence_parallel_size=4)
@@ -36,7 +36,7 @@ def main(store: str, rank: int, interface: str, heads: tuple[int, int]) -> None:
         for _ in range(ROUNDS):
             attention(q, k, v).sum().backward()
     dist.barrier()
-    shape = ds_ulysses.AttentionShape(*heads, HEAD_DIM, TOKENS, torch.float32)
+    shape = ds_ulysses.AttentionShape(*heads, HEAD_DIM, TOKENS, "fp32")
     predicted = ROUNDS * sum(
         entry.bytes_sent for entry in ds_ulysses.predict(shape, topology.mesh, rank) if entry.level == "ring"
     )

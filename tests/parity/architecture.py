@@ -37,14 +37,12 @@ def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[
     return max(errors)
 
 
-def whole_logits(model: nn.Module, shard: dict[str, Tensor], topology: Any) -> Tensor:
+def whole_logits(model: nn.Module, shard: dict[str, Any], topology: Any) -> Tensor:
     """[B, T, V], put together from the shards of all ranks; `shard` without targets."""
-    from ds_ulysses.batch import token_places
-
     with torch.no_grad():
         logits = model(**shard).logits
     rows, tokens = logits.shape[0], logits.shape[1] * topology.sp_size
-    places = token_places(topology, tokens, rows, shard.get("documents"))
+    places = torch.from_numpy(shard["placement"].token_places()).expand(rows, -1)
     whole = logits.new_zeros(rows, tokens, logits.shape[2])
     whole[torch.arange(rows)[:, None], places] = logits
     dist.all_reduce(whole, group=topology.sp_group)

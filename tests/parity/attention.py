@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ulysses import AttentionShape, DistributedAttention, SequenceParallelConfig, Topology, ledger, predict
-from ds_ulysses.batch import token_places
 from ds_ulysses.kernels import Mask
-from ds_ulysses.placement.schedule import pack_documents
+from ds_ulysses.placement import Placement, pack_documents
 from tests import oracle
 
 ATOL = 1e-10
@@ -67,13 +66,14 @@ def tensors(case: Case) -> list[Tensor]:
     return [case.logits * q, case.logits * k, v, dout]
 
 
-def documents_of(case: Case) -> Tensor | None:
-    return None if case.documents is None else torch.tensor(case.documents, dtype=torch.int).reshape(-1, 3)
+def placement_of(case: Case) -> Placement:
+    documents = None if case.documents is None else pack_documents(case.documents)
+    return topology_of(case.way).place(case.tokens * dist.get_world_size(), case.batch, documents)
 
 
 def shard(x: Tensor, case: Case) -> Tensor:
     """This rank's tokens of [B, T, ...]."""
-    places = token_places(topology_of(case.way), x.shape[1], x.shape[0], documents_of(case))
+    places = torch.from_numpy(placement_of(case).token_places()).expand(x.shape[0], -1)
     return x[torch.arange(x.shape[0])[:, None], places]
 
 
@@ -103,11 +103,11 @@ def mask_of(case: Case) -> Mask:
 
 
 def run(case: Case, attend: Callable[..., Tensor]) -> list[Tensor]:
-    """This rank's out, dq, dk, dv through `attend(q, k, v, mask, documents, sinks)`, and dsinks of all ranks."""
+    """This rank's out, dq, dk, dv through `attend(q, k, v, mask, placement, sinks)`, and dsinks of all ranks."""
     q, k, v, dout = (shard(x, case).clone() for x in tensors(case))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     sinks = sinks_of(case)
-    out = attend(*leaves, mask_of(case), documents_of(case), *([] if sinks is None else [sinks]))
+    out = attend(*leaves, mask_of(case), placement_of(case), *([] if sinks is None else [sinks]))
     out.backward(dout)
     if sinks is not None:
         dist.all_reduce(sinks.grad)

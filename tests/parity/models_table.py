@@ -1,4 +1,4 @@
-"""The README's table of architectures, made by running their tests: `python -m tests.parity.models_table`."""
+"""The table of docs/models.md, made by running its architectures' tests: `python -m tests.parity.models_table`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed import run_ranks
 from tests.models import ARCHITECTURES, tiny_model
 from tests.parity.architecture import WAYS, check_architecture
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MARKS = "<!-- models: python -m tests.parity.models_table -->\n", "<!-- end of models -->\n"
 HEADER = "| `model_type` | class | what the tested one has | largest error |\n|---|---|---|---|\n"
 
@@ -53,17 +53,17 @@ def row(kind: str) -> str:
     return f"| `{kind}` | {type(model).__name__} | {peculiarities(model)} | {error:.0e} |\n"
 
 
-def rows_in_readme() -> dict[str, float]:
+def rows_in_docs() -> dict[str, float]:
     """Model type and error of each row."""
-    text = README.read_text(encoding="utf-8").split(MARKS[0])[1].split(MARKS[1])[0]
+    text = PAGE.read_text(encoding="utf-8").split(MARKS[0])[1].split(MARKS[1])[0]
     return {kind: float(error) for kind, error in re.findall(r"^\| `(\w+)` .* \| (\S+) \|$", text, re.MULTILINE)}
 
 
 def main() -> None:
-    before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
+    before, rest = PAGE.read_text(encoding="utf-8").split(MARKS[0])
     _, after = rest.split(MARKS[1])
     table = HEADER + "".join(map(row, ARCHITECTURES))
-    README.write_text(before + MARKS[0] + table + MARKS[1] + after, encoding="utf-8")
+    PAGE.write_text(before + MARKS[0] + table + MARKS[1] + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

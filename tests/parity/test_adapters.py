@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.parity.test_wrappers import lora
 from tests.parity.training import Step, backward, start, uniform
 
 
-def check_saved(folder: str, stage: int, options: dict[str, object]) -> None:
+def check_saved(folder: str, stage: int, options: dict[str, Any]) -> None:
     base, adapter = Path(folder) / "base", Path(folder) / "adapter"
     samples = random_samples([16])
     engine = start(Step(2, stage, uniform(1, 1, 1)), lora(AutoModelForCausalLM.from_pretrained(base), **options))
@@ -40,7 +41,7 @@ def check_saved(folder: str, stage: int, options: dict[str, object]) -> None:
     ("stage", "options"),
     [(0, {}), (2, {"modules_to_save": ["embed_tokens"]}), (3, {}), (3, {"modules_to_save": ["embed_tokens"]})],
 )
-def test_saved_adapter_opens_with_peft(tmp_path: Path, stage: int, options: dict[str, object]) -> None:
+def test_saved_adapter_opens_with_peft(tmp_path: Path, stage: int, options: dict[str, Any]) -> None:
     tiny_model().save_pretrained(tmp_path / "base")
     before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
     run_ranks(check_saved, 2, str(tmp_path), stage, options)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,10 +20,9 @@ from tests.tokenizers import tiny_checkpoint
 
 def checked(model: str, config: str, layers: int, dtype: str, broken: bool = False) -> tuple[str, bool]:
     from ds_ulysses.engine import comparison
+    from ds_ulysses.engine.start import initialize
 
-    initialize = comparison.initialize
-
-    def off_by_the_group(**arguments: object) -> object:
+    def off_by_the_group(**arguments: Any) -> tuple[Any, ...]:
         engine, *rest = initialize(**arguments)
         engine.normalizer.factor *= 2
         return engine, *rest

@@ -35,7 +35,7 @@ def check_three_steps(stage: int) -> None:
         _, grads = oracle.train_step(plain, samples)
         with torch.no_grad():
             for name, parameter in plain.named_parameters():
-                parameter -= LR * grads[name]
+                parameter.sub_(LR * grads[name])
     engine = start(Step(2, stage, uniform(2, 1, 1)), tiny_model())
     for first, second in steps:
         backward(engine, [[collate([first]), collate([second])]])

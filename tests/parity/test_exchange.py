@@ -13,6 +13,11 @@ from tests.distributed import run_ranks
 WORLDS = [1, 2, 3, 4]
 
 
+def everyone() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def check_heads(batch: int, tokens: int, heads: int, head_dim: int) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.arange(batch * tokens * world * heads * head_dim, dtype=torch.double)
@@ -20,9 +25,9 @@ def check_heads(batch: int, tokens: int, heads: int, head_dim: int) -> None:
     x = whole[:, rank * tokens : (rank + 1) * tokens].clone().requires_grad_()
     start, stop = HeadSplit(heads, heads, world).q_range(rank)
 
-    gathered = ds_ulysses.gather_seq_scatter_heads(x, dist.group.WORLD)
+    gathered = ds_ulysses.gather_seq_scatter_heads(x, everyone())
     assert torch.equal(gathered, whole[:, :, start:stop])
-    back = ds_ulysses.gather_heads_scatter_seq(gathered, dist.group.WORLD, num_heads=heads)
+    back = ds_ulysses.gather_heads_scatter_seq(gathered, everyone(), num_heads=heads)
     assert torch.equal(back, x)
 
     generator = torch.Generator().manual_seed(1)
@@ -38,17 +43,17 @@ def check_hidden(tokens: int, hidden: int) -> None:
     whole = torch.arange(tokens * world * hidden, dtype=torch.float).view(tokens * world, hidden)
     x = whole[rank * tokens : (rank + 1) * tokens]
     start, stop = HeadSplit(hidden, hidden, world).q_range(rank)
-    gathered = ds_ulysses.gather_seq_scatter_heads(x, dist.group.WORLD)
+    gathered = ds_ulysses.gather_seq_scatter_heads(x, everyone())
     assert torch.equal(gathered, whole[:, start:stop])
-    assert torch.equal(ds_ulysses.gather_heads_scatter_seq(gathered, dist.group.WORLD, hidden), x)
+    assert torch.equal(ds_ulysses.gather_heads_scatter_seq(gathered, everyone(), hidden), x)
 
 
 def check_refusals() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     with pytest.raises(ValueError, match="Give num_heads"):
-        ds_ulysses.gather_heads_scatter_seq(torch.zeros(1, 4, 3, 2), dist.group.WORLD, num_heads=8)
+        ds_ulysses.gather_heads_scatter_seq(torch.zeros(1, 4, 3, 2), everyone(), num_heads=8)
     with pytest.raises(ValueError, match=f"on rank {rank} of {world}.*pad the sequence"):
-        ds_ulysses.gather_heads_scatter_seq(torch.zeros(1, 5, 3, 2), dist.group.WORLD)
+        ds_ulysses.gather_heads_scatter_seq(torch.zeros(1, 5, 3, 2), everyone())
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -10,7 +10,7 @@ from ds_ulysses.models.support import EXACT_MODEL_TYPES
 from tests.distributed import run_ranks
 from tests.models import ARCHITECTURES
 from tests.parity.architecture import RTOL, check_architecture
-from tests.parity.models_table import rows_in_readme
+from tests.parity.models_table import rows_in_docs
 
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4,
@@ -48,6 +48,6 @@ def test_variant(variant: str, world: int) -> None:
     run_ranks(check_architecture, world, *VARIANTS[variant])
 
 
-def test_every_architecture_that_is_called_exact_is_tested_and_in_the_readme() -> None:
-    assert list(ARCHITECTURES) == list(EXACT_MODEL_TYPES) == list(rows_in_readme())
-    assert all(error <= RTOL for error in rows_in_readme().values())
+def test_every_architecture_that_is_called_exact_is_tested_and_in_the_docs() -> None:
+    assert list(ARCHITECTURES) == list(EXACT_MODEL_TYPES) == list(rows_in_docs())
+    assert all(error <= RTOL for error in rows_in_docs().values())

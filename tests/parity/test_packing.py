@@ -22,7 +22,7 @@ def sharded_logits(model: nn.Module, batch: dict[str, Tensor], sp: int, document
     topology = new_topology(sp)
     ds_ulysses.patch_model(model, topology)
     shard = ds_ulysses.shard_batch({k: v for k, v in batch.items() if k != "labels"}, topology)
-    assert ("documents" in shard) == documents
+    assert shard["placement"].packed == documents
     with torch.no_grad():
         logits = model(**shard).logits
     ds_ulysses.unpatch_model(model)
@@ -62,9 +62,9 @@ def check_packed(lengths: list[list[int]], with_mask: bool) -> None:
     changed = dict(batch, input_ids=batch["input_ids"].clone())
     changed["input_ids"][:, 0] = 63 - changed["input_ids"][:, 0]
     other = sharded_logits(model, changed, dist.get_world_size(), documents=True)
-    for index, row in enumerate(lengths):
-        assert not torch.equal(other[index, : row[0]], found[index, : row[0]])
-        assert torch.equal(other[index, row[0] :], found[index, row[0] :])
+    for index, (first, *_) in enumerate(lengths):
+        assert not torch.equal(other[index, :first], found[index, :first])
+        assert torch.equal(other[index, first:], found[index, first:])
 
 
 @pytest.mark.parametrize("with_mask", [False, True])

@@ -89,22 +89,23 @@ def check_attention_keywords() -> None:
 
     seen: dict[str, Any] = {}
 
-    def spy(q: Any, k: Any, v: Any, mask: Any, documents: Any, sinks: Any) -> Any:
-        seen.update(mask=mask, documents=documents, sinks=sinks)
+    def spy(q: Any, k: Any, v: Any, mask: Any, placement: Any, sinks: Any) -> Any:
+        seen.update(mask=mask, placement=placement, sinks=sinks)
         return q
 
     layer = nn.Module()
     layer.config = LlamaConfig()
-    layer.distributed_attention = ds_ulysses.DistributedAttention()
-    layer.distributed_attention.forward = types.MethodType(lambda self, *args: spy(*args), layer.distributed_attention)
+    attention: Any = ds_ulysses.DistributedAttention()
+    attention.forward = types.MethodType(lambda self, *args: spy(*args), attention)
+    layer.distributed_attention = attention
     x = torch.zeros(1, 4, 6, 8)
-    marker = torch.zeros(0, 3, dtype=torch.int)
+    marker = object()
     _attention_forward(
-        layer, x, x, x, None, scaling=0.25, sliding_window=5, softcap=30.0, documents=marker, dropout=0.0,
+        layer, x, x, x, None, scaling=0.25, sliding_window=5, softcap=30.0, placement=marker, dropout=0.0,
         position_ids=x, use_cache=False, cu_seq_lens_q=None, s_aux=x[0, :, 0, 0],
     )  # fmt: skip
     assert (seen["mask"].scale, seen["mask"].left, seen["mask"].right, seen["mask"].softcap) == (0.25, 4, 0, 30.0)
-    assert seen["documents"] is marker
+    assert seen["placement"] is marker
     assert seen["sinks"].shape == (4,)
     for wrong, message in (
         ({"dropout": 0.1}, "dropout"), ({"head_mask": x}, "head_mask"), ({"position_bias": x}, "position_bias"),
@@ -126,14 +127,15 @@ def test_patch(check: Any, world: int) -> None:
 
 
 def check_refusal_leaves_the_model_alone() -> None:
-    for changes, config, message in (
+    refused: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
         ({"attention_dropout": 0.1}, {}, "attention_dropout"),
         ({}, {"ds_ulysses": {"kernel": "flash_attn_2"}}, "flash_attn_2"),
         ({}, {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, "reduce_scatter"),
         ({}, {"train_batch_size": 7}, "train_batch_size"),
         ({}, {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr"),
         ({}, {"sequence_parallel_size": 3}, "2 ranks are not a multiple"),
-    ):
+    )
+    for changes, config, message in refused:
         model = tiny_model(**changes)
         with pytest.raises(ValueError, match=message):
             start(Step(2, 2, uniform(1, 1, 1), config=config), model)

@@ -20,8 +20,8 @@ from tests.parity.attention import (
     Case,
     Way,
     assert_exact,
-    documents_of,
     mask_of,
+    placement_of,
     reference,
     run,
     shard,
@@ -76,12 +76,12 @@ def check_variants(way: Way) -> None:
         assert count == (forwards * (2 if name in twice else 1) - skipped, backwards), name
 
     q, k, v, dout = (shard(x, case).clone() for x in tensors(case))
-    out = attention(q.requires_grad_(), k, v.requires_grad_(), mask_of(case), documents_of(case))
+    out = attention(q.requires_grad_(), k, v.requires_grad_(), mask_of(case), placement_of(case))
     for _ in range(2):
         dq, dv = torch.autograd.grad(out, [q, v], dout, retain_graph=True)
         assert_exact([out, dq, dv], [expected[0], expected[1], expected[3]], "some inputs")
     with torch.no_grad():
-        assert_exact([attention(q, k, v, mask_of(case), documents_of(case))], expected[:1], "no_grad")
+        assert_exact([attention(q, k, v, mask_of(case), placement_of(case))], expected[:1], "no_grad")
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -143,8 +143,12 @@ def check_grad_dtype(way: Way) -> tuple[set[str], float]:
     config = ds_ulysses.SequenceParallelConfig(
         sequence_parallel_size=dist.get_world_size(), strategy=way.strategy, grad_dtype="bf16"
     )
+    topology = ds_ulysses.Topology.create(config)
+    attention = DistributedAttention(topology=topology)
     with ledger() as book:
-        found = run(case, DistributedAttention(topology=ds_ulysses.Topology.create(config)))
+        found = run(
+            case, lambda q, k, v, mask, placement: attention(q, k, v, mask, topology.place(placement.num_tokens))
+        )
     expected = reference(case)
     assert_exact(found[:2], expected[:2], case)
     errors = [(x - y).norm() / y.norm() for x, y in zip(found[2:], expected[2:], strict=True)]

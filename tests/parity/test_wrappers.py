@@ -26,7 +26,7 @@ class Outer(nn.Module):
         return self.model(**batch)
 
 
-def lora(model: nn.Module, **options: Any) -> nn.Module:
+def lora(model: Any, **options: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)

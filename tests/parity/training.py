@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests import oracle
 from tests.models import collate, pack, random_samples, tiny_model
 from tests.oracle import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 RTOL = 1e-5
 LR = 0.1
@@ -64,7 +67,7 @@ def new_topology(sp: int) -> Any:
     return ds_ulysses.Topology.create(ds_ulysses.SequenceParallelConfig(sequence_parallel_size=sp))
 
 
-def start(step: Step, model: nn.Module) -> Any:
+def start(step: Step, model: PreTrainedModel) -> Any:
     import ds_ulysses
 
     if step.checkpointing is not None:

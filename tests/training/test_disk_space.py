@@ -37,10 +37,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_will_be_full_is_told_before_training(folder: Path, small_disk: Path, stage: int) -> None:
     """Three checkpoints fit, as a run shows, and what is asked for is no more than they take; ten do not."""
     flags = ("--max_steps", "10", "--save_steps")
+    found = None
     for said in sft(folder, 2, small_disk / "out", *flags, "1", stage=stage):
         found = re.search(r"has (\S+) GiB left, but this run needs at least \S+: 10 checkpoints of (\S+), and", said)
         assert found, said
         assert float(found[1]) * 2**30 == pytest.approx(SIZE, rel=0.01)
+    assert found
     assert list(small_disk.iterdir()) == []
     assert sft(folder, 2, small_disk / "out", *flags, "5", stage=stage) == ["", ""]
     assert len(log_of(small_disk / "out")) == 10
@@ -52,7 +54,9 @@ def test_a_disk_that_will_be_full_is_told_before_training(folder: Path, small_di
 def number(folder: Path, output: Path, flags: tuple[str, ...]) -> int:
     """Of the checkpoints that a run on a disk without any room says it needs."""
     (said,) = sft(folder, 1, output, *flags)
-    return int(re.search(r"(\d+) checkpoints", said)[1]) if said else 0
+    found = re.search(r"(\d+) checkpoints", said)
+    assert said == "" or found, said
+    return int(found[1]) if found else 0
 
 
 EVALUATED = ("--eval_strategy", "steps", "--eval_steps", "2", "--eval_dataset", "data.jsonl")

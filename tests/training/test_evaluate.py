@@ -76,8 +76,8 @@ def test_evaluation_is_that_of_one_process(
 def test_dropout_is_off_in_evaluation_and_goes_on_after_it(folder: Path, tmp_path: Path) -> None:
     flags = ("--use_peft", "--lora_dropout", "0.5", "--lora_target_modules", "q_proj", "--max_steps", "4")
     assert sft(folder, 2, tmp_path / "plain", *flags, stage=3) == ["", ""]
-    flags = (*flags, *EVALUATE, "--eval_dataset", str(folder / "eval.jsonl"))
-    assert sft(folder, 2, tmp_path / "watched", *flags, stage=3) == ["", ""]
+    evaluate = (*EVALUATE, "--eval_dataset", str(folder / "eval.jsonl"))
+    assert sft(folder, 2, tmp_path / "watched", *flags, *evaluate, stage=3) == ["", ""]
     for key in ("loss", "grad_norm"):
         assert [e[key] for e in log_of(tmp_path / "watched")] == [e[key] for e in log_of(tmp_path / "plain")]
     untrained, _ = loss_of_one_process(folder, folder / "model")  # an adapter begins as no change
@@ -140,7 +140,8 @@ def test_the_last_model_is_saved_where_it_is_the_best(folder: Path, tmp_path: Pa
 
 def test_a_best_checkpoint_that_is_gone_is_told_before_training(folder: Path, tmp_path: Path) -> None:
     """Resumed into another folder."""
-    flags = (*EVALUATE, "--eval_dataset", str(folder / "eval.jsonl"), "--load_best_model_at_end", "--save_steps", "2")
+    flags: tuple[str, ...] = EVALUATE
+    flags += ("--eval_dataset", str(folder / "eval.jsonl"), "--load_best_model_at_end", "--save_steps", "2")
     assert sft(folder, 2, tmp_path / "out", *flags, "--max_steps", "2") == ["", ""]
     flags += ("--max_steps", "4", "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2"))
     for said in sft(folder, 2, tmp_path / "other", *flags):

@@ -45,7 +45,8 @@ def test_log_and_monitor_say_the_same(tmp_path: Path) -> None:
     for key in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "num_tokens", "exchange_seconds"):
         (file,) = (tmp_path / "csv" / "run").glob(f"train_{key}.csv")
         rows = list(csv.reader(file.open()))[1:]
-        assert [(int(step), float(value)) for step, value in rows] == [(e["step"], pytest.approx(e[key])) for e in log]
+        assert [int(step) for step, _ in rows] == [entry["step"] for entry in log]
+        assert [float(value) for _, value in rows] == pytest.approx([entry[key] for entry in log]), key
 
 
 def test_tensorboard_has_every_value(tmp_path: Path) -> None:

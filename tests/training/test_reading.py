@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -14,13 +15,12 @@ import torch.distributed as dist
 from ds_ulysses.comm.turns import in_turns
 from ds_ulysses.data.samples import Samples, count
 from ds_ulysses.training.arguments import SftArguments
-from ds_ulysses.training.reading import read_data
 from tests.distributed import run_ranks
 from tests.tokenizers import word_tokenizer
 from tests.unit.data.test_samples import chat
 
 
-def check_patience() -> list[str]:
+def check_patience() -> list[float]:
     """Rank 0 takes three times as long as a collective may."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
     begun = []
@@ -32,7 +32,7 @@ def check_patience() -> list[str]:
         return "samples"
 
     turn = (0, 2, 1, 2)[dist.get_rank()]
-    assert in_turns(read, turn) == "samples"  # type: ignore[comparison-overlap]
+    assert in_turns(read, turn) == "samples"
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
     return begun
 
@@ -43,10 +43,9 @@ def test_others_wait_longer_than_a_collective_may_take() -> None:
 
 
 def check_refusal(faulty: int) -> str:
-    def read() -> Samples:
+    def read() -> None:
         if dist.get_rank() == faulty:
             raise ValueError("There is no dataset file here.")
-        return None  # type: ignore[return-value]
 
     with pytest.raises(ValueError, match="no dataset") as refusal:
         in_turns(read, 0 if dist.get_rank() == 0 else 1)
@@ -62,7 +61,7 @@ def check_read(folder: str, options: dict[str, Any]) -> tuple[list[list[int]], i
     """What the samples are, how many files were written for them, and when this rank had tokenised."""
     import datasets
 
-    import train.reading
+    from ds_ulysses.training import reading
 
     datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
     tokenised = []
@@ -72,12 +71,12 @@ def check_read(folder: str, options: dict[str, Any]) -> tuple[list[list[int]], i
         tokenised.append(time.monotonic())
         return count(rows, max_length)
 
-    train.reading.count = slow_count
     arguments = SftArguments(
         model_name_or_path="m", deepspeed="z", output_dir="o", max_length=24,
         dataset=[f"{folder}/a.jsonl", f"{folder}/b.jsonl"], **options,
     )  # fmt: skip
-    samples = read_data(arguments, word_tokenizer())
+    with patch.object(reading, "count", slow_count):
+        samples = reading.read_data(arguments, word_tokenizer())
     ids = [samples.fetch(document)["input_ids"] for document in samples.documents(0, 0)]
     dist.barrier()
     return ids, len(list((Path(folder) / "cache").rglob("*.arrow"))), tokenised

@@ -82,7 +82,7 @@ def check_trainer(folders: dict[str, Path], config: str) -> dict[str, tuple[obje
     """What `sft.py` exits with for each model, and after how many seconds."""
     from train.sft import main
 
-    found = {}
+    found: dict[str, tuple[object, float]] = {}
     for name, folder in folders.items():
         sys.argv = ["sft.py", "--model_name_or_path", str(folder), "--dataset", "missing.jsonl", "--deepspeed", config,
                     "--output_dir", str(folder / "out")]  # fmt: skip

@@ -61,7 +61,12 @@ class Fault(NamedTuple):
 
 def sft(folder: Path, ranks: int, output: Path, *flags: str, stage: int = 3, fault: Fault | None = None) -> list[str]:
     """What each rank says at its end: nothing, or its error. What the first one printed is in the file `said`."""
-    return run_ranks(_sft, ranks, str(folder), arguments_of(folder, output, stage, *flags), fault)
+    return run_sft(folder, ranks, arguments_of(folder, output, stage, *flags), fault)
+
+
+def run_sft(folder: Path, ranks: int, arguments: tuple[str, ...], fault: Fault | None = None) -> list[str]:
+    """The same with all arguments given; caches, and the file, lie in the folder."""
+    return run_ranks(_sft, ranks, str(folder), arguments, fault)
 
 
 def tokens_seen(
@@ -86,9 +91,10 @@ def killed(*arguments: Any, **options: Any) -> None:
 
 
 def _watched_sft(*arguments: Any) -> list[list[int]]:
+    from ds_ulysses.batch import shard_batch
     from ds_ulysses.training import evaluation, loop
 
-    shard_batch, seen = loop.shard_batch, []
+    seen: list[list[int]] = []
 
     def watched(*batch: Any) -> Any:
         shard = shard_batch(*batch)
@@ -130,10 +136,11 @@ def _faulty(fault: Fault | None) -> Iterator[None]:
     import torch.distributed as dist
 
     from ds_ulysses.data import Samples
+    from ds_ulysses.engine import save_state
     from ds_ulysses.training import loop
     from ds_ulysses.training.saving import checkpoints
 
-    one_step, save_state, done = loop.one_step, checkpoints.save_state, 0
+    one_step, done = loop.one_step, 0
     fetch, fetched = Samples.fetch, 0
 
     def faulty_step(run: Any, step: Any, *rest: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,17 +22,18 @@ def topology(sp_size: int, rank: int = 0, ring_size: int = 1, layout: str = "zig
     """A rank without groups: sharding needs only its numbers."""
     config = SequenceParallelConfig(sequence_parallel_size=sp_size, ring_size=ring_size, layout=layout)
     mesh = choose_mesh(config, Machine(ranks_per_node=sp_size))
-    groups: list[Any] = [None] * 4
+    groups: list[Any] = [SimpleNamespace(group_name="")] * 4
     return Topology(config, rank, sp_size, mesh, *groups, num_batches=1)
 
 
 def whole(batch: dict[str, Any], sp_size: int, ring_size: int = 1, layout: str = "zigzag") -> dict[str, Tensor]:
     """The shards of all ranks, put together again, in the order of the ranks."""
     shards = [shard_batch(batch, topology(sp_size, rank, ring_size, layout)) for rank in range(sp_size)]
-    joined = {key: torch.cat([shard[key] for shard in shards], dim=1) for key in shards[0] if key != "documents"}
-    if "documents" in shards[0]:
-        assert all(torch.equal(shard["documents"], shards[0]["documents"]) for shard in shards)
-        joined["documents"] = shards[0]["documents"]
+    joined = {key: torch.cat([shard[key] for shard in shards], dim=1) for key in shards[0] if key != "placement"}
+    tables = [shard["placement"].document_table for shard in shards]
+    if tables[0] is not None:
+        assert all(np.array_equal(table, tables[0]) for table in tables)
+        joined["documents"] = torch.from_numpy(tables[0])
     return joined
 
 

@@ -1,35 +1,35 @@
-"""What one attention call is, besides its tensors: heads, mask, kernel, and who takes part.
+"""What one kind of attention layer does on one placement: worked out once a batch, whatever the number of layers.
 
-An op that torch.compile does not look into takes tensors, numbers and strings; a `Call` travels through it as a string.
+Layers of one model differ in few things: heads, window, scale. They name these in a string, since an op that
+torch.compile does not look into takes tensors, numbers and strings (and the placement, see there).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import NamedTuple, get_type_hints
 
-from torch import Tensor
-
-from ds_ulysses.kernels import KERNELS, Kernel
-from ds_ulysses.placement import Geometry, HeadRun, HeadSplit, split_heads
-
-
-class Place(NamedTuple):
-    """A rank's place at the two levels of its sequence-parallel group. A level of one rank has no group."""
-
-    ulysses_group: str
-    ulysses_size: int
-    ulysses_rank: int
-    ring_group: str
-    ring_size: int
-    ring_rank: int
-    layout: str
-    head_groups: int
-    grad_dtype: str
+from ds_ulysses.comm import ChannelTable
+from ds_ulysses.kernels import KERNELS, Kernel, Mask
+from ds_ulysses.mixers.softmax.kernel_calls import KernelCall, Rows, kernel_calls
+from ds_ulysses.placement import (
+    HeadGroup,
+    HeadRun,
+    HeadSplit,
+    Pair,
+    Placement,
+    Range,
+    Step,
+    gathered_pairs,
+    make_schedule,
+    split_heads,
+    stages,
+)
 
 
-class Call(NamedTuple):
-    """One call of attention. Head counts are those of the model; `split` says which of them are here."""
+class Settings(NamedTuple):
+    """How a layer attends. Head counts are those of the model."""
 
     num_heads: int
     num_kv_heads: int
@@ -42,65 +42,144 @@ class Call(NamedTuple):
     right: int
     softcap: float
     kernel_name: str
-    place: Place
-
-    def encode(self) -> str:
-        return ";".join([str(x) for x in (*self[:-1], *self.place)])
-
-    @property
-    def kernel(self) -> Kernel:
-        return KERNELS[self.kernel_name]
-
-    @property
-    def split(self) -> HeadSplit:
-        return split_heads(self.num_heads, self.num_kv_heads, self.place.ulysses_size)
-
-    @property
-    def dims(self) -> tuple[int, int]:
-        return self.head_dim, self.value_dim
 
     @property
     def kv_dim(self) -> int:
         """Channels of a KV head, key and value side by side."""
         return self.head_dim + self.value_dim
 
-    @property
-    def local_heads(self) -> tuple[int, int]:
-        """Query and KV heads of this rank."""
-        return self.split.counts(self.place.ulysses_rank)
+    def encode(self) -> str:
+        return ";".join(map(str, self))
 
-    @property
-    def runs(self) -> list[HeadRun]:
-        """Those heads, by how they are grouped."""
-        return self.split.runs(self.place.ulysses_rank)
 
-    @property
-    def spreads_keys(self) -> bool:
+@lru_cache(maxsize=256)
+def decode(text: str) -> Settings:
+    """Undo `Settings.encode`."""
+    kinds = get_type_hints(Settings).values()
+    return Settings._make(kind(value) for kind, value in zip(kinds, text.split(";"), strict=True))
+
+
+class Exchange(NamedTuple):
+    """Channels that each rank of a Ulysses group attends with."""
+
+    qkv: ChannelTable
+    q: ChannelTable
+    kv: ChannelTable
+    out: ChannelTable
+
+
+@lru_cache(maxsize=64)
+def exchange_of(split: HeadSplit, head_dim: int, value_dim: int) -> Exchange:
+    """For heads of these dims: of queries and keys, and of values and the output."""
+    q, keys, values = split.q_channels(head_dim), split.kv_channels(head_dim), split.kv_channels(value_dim)
+    tables = map(ChannelTable, ([q, keys, values], [q], [keys, values], [split.q_channels(value_dim)]))
+    return Exchange(*tables)
+
+
+def local_heads(placement: Placement, settings: Settings) -> tuple[int, int]:
+    """Query and KV heads of this rank."""
+    split = split_heads(settings.num_heads, settings.num_kv_heads, placement.ulysses_size)
+    return split.counts(placement.ulysses_rank)
+
+
+def call_of(placement: Placement, settings: str) -> Call:
+    """The one `Call` of layers with these settings."""
+    return placement.derived(settings, lambda: Call(decode(settings), placement))
+
+
+class Stage(NamedTuple):
+    """KV heads that all_gather attention gathers at a time."""
+
+    kv_heads: Range
+    calls: tuple[KernelCall, ...]
+
+
+class GroupTables(NamedTuple):
+    """Channels that each rank gets with a head group."""
+
+    qkv: ChannelTable
+    out: ChannelTable
+
+
+class Call:
+    """Who attends with which heads to what, in which order."""
+
+    def __init__(self, settings: Settings, placement: Placement) -> None:
+        self.settings, self.placement = settings, placement
+        self.split: HeadSplit = split_heads(settings.num_heads, settings.num_kv_heads, placement.ulysses_size)
+        self.dims = settings.head_dim, settings.value_dim
+        self.exchange = exchange_of(self.split, *self.dims)
+        self.kernel: Kernel = KERNELS[settings.kernel_name]
+        self.local_heads = local_heads(placement, settings)
+        self.spreads_keys = placement.ring_size > 1 and self.split.shares_kv_heads
         """Whether several ranks of the Ulysses group need the same KV head and there is a ring.
 
         Keys then cross the ring as sequence shards, once, and are spread over the group on arrival.
         """
-        return self.place.ring_size > 1 and self.split.shares_kv_heads
+        parts = placement.ulysses_size if self.spreads_keys else 1
+        self.geometry = placement.geometry(settings.left, settings.right, parts)
 
-    def geometry(self, buffer: Tensor, documents: Tensor | None) -> Geometry:
-        """`buffer` [n, B, ...] holds a ring rank's tokens of each row."""
-        num_tokens, batch = buffer.shape[:2]
-        return Geometry(
-            num_tokens * self.place.ring_size,
-            self.place.ring_size,
-            self.place.layout,
-            self.left,
-            self.right,
-            documents.int().numpy().tobytes() if documents is not None else None,
-            1 if documents is None else batch,
-            self.place.ulysses_size if self.spreads_keys else 1,
+    @cached_property
+    def steps(self) -> tuple[tuple[Step, tuple[KernelCall, ...]], ...]:
+        """Of the ring: what travels at each, and what is computed of it."""
+        schedule = make_schedule(self.geometry, self.placement.ring_rank)
+        return tuple((step, self._calls(step.pairs, self._runs, joined=True, may_cross=True)) for step in schedule)
+
+    @cached_property
+    def local_calls(self) -> tuple[KernelCall, ...]:
+        """Of Ulysses: this rank's heads over the whole sequence."""
+        return self._gathered(self._runs, may_cross=False)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Of all_gather: query heads by their place among all, KV heads by that in the stage."""
+        size = self.split.queries_per_kv
+        return tuple(
+            Stage((start, stop), self._gathered([HeadRun(start * size, stop * size, 0, stop - start)], may_cross=True))
+            for start, stop in stages(self.settings.num_kv_heads)
         )
 
+    @cached_property
+    def head_groups(self) -> tuple[HeadGroup, ...]:
+        """Of Ulysses in head groups: those of this rank."""
+        return tuple(self.split.groups(self.placement.ulysses_rank, self.placement.head_groups))
 
-@lru_cache(maxsize=256)
-def decode(text: str) -> Call:
-    """Undo `Call.encode`."""
-    own, place = (list(get_type_hints(fields).values()) for fields in (Call, Place))
-    own.remove(Place)
-    values = [kind(value) for kind, value in zip(own + place, text.split(";"), strict=True)]
-    return Call._make([*values[: len(own)], Place._make(values[len(own) :])])
+    @cached_property
+    def group_calls(self) -> tuple[tuple[tuple[int, KernelCall], ...], ...]:
+        """Of each head group: kernel calls, each with the index of the group that brought its keys."""
+        return tuple(
+            tuple((owner, call) for owner, run in group.runs for call in self._gathered([run], may_cross=False))
+            for group in self.head_groups
+        )
+
+    @cached_property
+    def group_tables(self) -> tuple[GroupTables, ...]:
+        """Of each head group: what of q, k and v, and of the output, each rank gets with it."""
+        count, size = self.placement.head_groups, self.placement.ulysses_size
+        tables = []
+        for groups in zip(*(self.split.groups(rank, count) for rank in range(size)), strict=True):
+            q, kv = [group.q_range for group in groups], [group.kv_range for group in groups]
+            key_channels, value_channels = (_times(kv, dim) for dim in self.dims)
+            qkv = ChannelTable([_times(q, self.settings.head_dim), key_channels, value_channels])
+            tables.append(GroupTables(qkv, ChannelTable([_times(q, self.settings.value_dim)])))
+        return tuple(tables)
+
+    @cached_property
+    def _runs(self) -> list[HeadRun]:
+        return self.split.runs(self.placement.ulysses_rank)
+
+    def _gathered(self, runs: Sequence[HeadRun], may_cross: bool) -> tuple[KernelCall, ...]:
+        """This ring rank's queries with the keys of all."""
+        pairs = gathered_pairs(self.geometry, self.placement.ring_rank)
+        return self._calls(pairs, runs, False, may_cross)
+
+    def _calls(
+        self, pairs: Sequence[Pair], runs: Sequence[HeadRun], joined: bool, may_cross: bool
+    ) -> tuple[KernelCall, ...]:
+        mask = Mask(self.settings.scale, softcap=self.settings.softcap)
+        return kernel_calls(pairs, runs, mask, Rows(self.placement.packed, joined, may_cross))
+
+
+def _times(ranges: Sequence[Range], dim: int) -> list[Range]:
+    """Of heads -> of channels."""
+    return [(start * dim, stop * dim) for start, stop in ranges]

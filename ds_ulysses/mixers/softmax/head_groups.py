@@ -16,39 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_ulysses.comm import Pending, one_ahead, place, start_gather, start_scatter
+from ds_ulysses.comm import ChannelTable, Pending, one_ahead, place, start_gather, start_scatter
 from ds_ulysses.config import Direction, accumulation_dtype
 from ds_ulysses.kernels import Triple
-from ds_ulysses.mixers.softmax.blocks import (
-    Block,
-    attend_once,
-    block_gradients,
-    blocks,
-    heads,
-    queries_keys_values,
-    write_gradients,
-)
-from ds_ulysses.mixers.softmax.call import Call, decode
+from ds_ulysses.mixers.softmax.buffers import heads, queries_keys_values
+from ds_ulysses.mixers.softmax.call import Call, Settings, call_of, decode
+from ds_ulysses.mixers.softmax.kernel_calls import attend_once
 from ds_ulysses.mixers.softmax.sinks import apply_sinks, sink_gradients
-from ds_ulysses.placement import HeadGroup, Range, plan_gathered
+from ds_ulysses.placement import HeadGroup, Placement, split_heads
 
 
-def head_group_attention(qkv: Triple, documents: Tensor | None, sinks: Tensor | None, call: Call) -> Tensor:
+def head_group_attention(qkv: Triple, placement: Placement, sinks: Tensor | None, settings: str) -> Tensor:
     """Exchange, attend and exchange back: [B, S, channels] each in, [B, S, H * E] out. Differentiable."""
-    return torch.ops.ds_ulysses.head_groups(list(qkv), documents, sinks, call.encode())[0]
+    return torch.ops.ds_ulysses.head_groups(list(qkv), placement, sinks, settings)[0]
 
 
 Carried = dict[int, tuple[Tensor, Tensor]]
 """By group: what later groups add to dk and dv of its last KV head, [B, T, 1, D] and [B, T, 1, E], at least fp32."""
-
-
-What = Literal["qkv", "out"]
-"""Which tensors travel: q, k and v (or their gradients), or the output (or its gradient)."""
 
 
 class _Kept(NamedTuple):
@@ -60,171 +49,147 @@ class _Kept(NamedTuple):
 
 
 @torch.library.custom_op("ds_ulysses::head_groups", mutates_args=())
-def _head_groups(qkv: list[Tensor], documents: Tensor | None, sinks: Tensor | None, settings: str) -> list[Tensor]:
-    call = decode(settings)
-    out, kept = _empty_out(qkv[0], call), _Kept([], [], [])
+def _head_groups(qkv: list[Tensor], placement: Placement, sinks: Tensor | None, settings: str) -> list[Tensor]:
+    call = call_of(placement, settings)
+    out, kept = _empty_out(qkv[0], call.settings), _Kept([], [], [])
     token_major, views = [x.transpose(0, 1) for x in qkv], list[Triple]()
 
     def computed() -> Iterator[Pending[list[Tensor]]]:
-        arriving = (_scatter(token_major, index, "qkv", call, "forward") for index in range(call.place.head_groups))
-        for group, buffer in zip(_own_groups(call), one_ahead(arriving), strict=True):
+        arriving = (_scatter(token_major, tables.qkv, call, "forward") for tables in call.group_tables)
+        for index, buffer in enumerate(one_ahead(arriving)):
+            group = call.head_groups[index]
             kept.buffers.append(buffer)
             views.append(queries_keys_values(buffer, group.counts, call.dims))
-            todo = [(block, *views[owner][1:]) for owner, block in _blocks(group, buffer, documents, call)]
-            group_out, lse = attend_once(views[-1][0], todo, call)
-            apply_sinks(heads(group_out, call.value_dim), lse, None if sinks is None else sinks[_local(group, call)])
+            todo = [(kernel_call, *views[owner][1:]) for owner, kernel_call in call.group_calls[index]]
+            group_out, lse = attend_once(views[-1][0], todo, call.kernel, call.settings.value_dim)
+            own_sinks = None if sinks is None else sinks[_local(group, call)]
+            apply_sinks(heads(group_out, call.settings.value_dim), lse, own_sinks)
             kept.outs.append(group_out)
             kept.lses.append(lse)
-            yield _gather(group_out, len(kept.outs) - 1, "out", call, "forward")
+            yield _gather(group_out, call.group_tables[index].out, call, "forward")
 
-    for index, pieces in enumerate(one_ahead(computed())):
-        place(pieces, _ranges(index, call, "out"), [out.transpose(0, 1)], adds=[False])
+    for tables, pieces in zip(call.group_tables, one_ahead(computed()), strict=True):
+        place(pieces, tables.out, [out.transpose(0, 1)], adds=[False])
     return [out, *kept.buffers, *kept.outs, *kept.lses]
 
 
-def _empty_out(q: Tensor, call: Call) -> Tensor:
-    return q.new_empty(*q.shape[:2], call.num_heads * call.value_dim)
+def _empty_out(q: Tensor, settings: Settings) -> Tensor:
+    return q.new_empty(*q.shape[:2], settings.num_heads * settings.value_dim)
 
 
 @_head_groups.register_fake
-def _(qkv: list[Tensor], documents: object, sinks: object, settings: str) -> list[Tensor]:
-    call = decode(settings)
-    batch, tokens = qkv[0].shape[0], qkv[0].shape[1] * call.place.ulysses_size
-    counts = [group.counts for group in _own_groups(call)]
-    out = _empty_out(qkv[0], call)
-    buffers = [out.new_empty(tokens, batch, q * call.head_dim + kv * call.kv_dim) for q, kv in counts]
-    outs = [out.new_empty(tokens, batch, q * call.value_dim) for q, _ in counts]
+def _(qkv: list[Tensor], placement: Placement, sinks: object, settings: str) -> list[Tensor]:
+    own = decode(settings)
+    batch, tokens = qkv[0].shape[0], qkv[0].shape[1] * placement.ulysses_size
+    split = split_heads(own.num_heads, own.num_kv_heads, placement.ulysses_size)
+    counts = [group.counts for group in split.groups(placement.ulysses_rank, placement.head_groups)]
+    out, value_dim = _empty_out(qkv[0], own), own.value_dim
+    buffers = [out.new_empty(tokens, batch, q * own.head_dim + kv * own.kv_dim) for q, kv in counts]
+    outs = [out.new_empty(tokens, batch, q * value_dim) for q, _ in counts]
     lses = [out.new_empty(batch, q, tokens, dtype=accumulation_dtype(out.dtype)) for q, _ in counts]
     return [out, *buffers, *outs, *lses]
 
 
 @torch.library.custom_op("ds_ulysses::head_groups_backward", mutates_args=())
 def _head_groups_backward(
-    dout: Tensor, saved: list[Tensor], documents: Tensor | None, sinks: Tensor | None, settings: str
+    dout: Tensor, saved: list[Tensor], placement: Placement, sinks: Tensor | None, settings: str
 ) -> list[Tensor]:
-    call = decode(settings)
-    count = call.place.head_groups
+    call = call_of(placement, settings)
+    count, value_dim = placement.head_groups, call.settings.value_dim
     kept = _Kept(saved[:count], saved[count : 2 * count], saved[2 * count :])
     dsinks = torch.zeros_like(sinks) if sinks is not None else kept.lses[0].new_empty(0)
     carried: Carried = {}
 
     def computed() -> Iterator[Pending[list[Tensor]]]:
         token_major = [dout.transpose(0, 1)]
-        arriving = one_ahead(_scatter(token_major, index, "out", call, "backward") for index in reversed(range(count)))
+        arriving = one_ahead(_scatter(token_major, x.out, call, "backward") for x in reversed(call.group_tables))
         for index in reversed(range(count)):
-            views = heads(next(arriving), call.value_dim), heads(kept.outs[index], call.value_dim), kept.lses[index]
-            gradient = _group_backward(index, views, kept.buffers, documents, carried, call)
+            views = heads(next(arriving), value_dim), heads(kept.outs[index], value_dim), kept.lses[index]
+            gradient = _group_backward(index, views, kept.buffers, carried, call)
             if sinks is not None:
-                own = _local(_own_groups(call)[index], call)
+                own = _local(call.head_groups[index], call)
                 dsinks[own] = sink_gradients(*views, sinks[own])
-            yield _gather(gradient, index, "qkv", call, "backward")
+            yield _gather(gradient, call.group_tables[index].qkv, call, "backward")
 
     shared, gradients = call.split.shares_kv_heads, one_ahead(computed())
     first = next(gradients)  # so that what they are put together in is not in memory while the first is computed
     dtypes = [dout.dtype, *[accumulation_dtype(dout.dtype) if shared else dout.dtype] * 2]
-    sizes = _channels(call)
+    sizes = _channels(call.settings)
     sums = [dout.new_zeros(*dout.shape[:2], size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
-    for index, pieces in zip(reversed(range(count)), chain([first], gradients), strict=True):
-        place(pieces, _ranges(index, call, "qkv"), [x.transpose(0, 1) for x in sums], adds=[False, shared, shared])
+    for tables, pieces in zip(reversed(call.group_tables), chain([first], gradients), strict=True):
+        place(pieces, tables.qkv, [x.transpose(0, 1) for x in sums], adds=[False, shared, shared])
     return [*(x.to(dout.dtype) for x in sums), dsinks]
 
 
 @_head_groups_backward.register_fake
-def _(dout: Tensor, saved: list[Tensor], documents: object, sinks: Tensor | None, settings: str) -> list[Tensor]:
-    call = decode(settings)
+def _(dout: Tensor, saved: list[Tensor], placement: object, sinks: Tensor | None, settings: str) -> list[Tensor]:
     dsinks = saved[-1].new_empty(0 if sinks is None else sinks.shape)
-    return [*(dout.new_empty(*dout.shape[:2], size) for size in _channels(call)), dsinks]
+    return [*(dout.new_empty(*dout.shape[:2], size) for size in _channels(decode(settings))), dsinks]
 
 
-def _channels(call: Call) -> list[int]:
+def _channels(settings: Settings) -> list[int]:
     """Of q, k and v."""
-    return [call.num_heads * call.head_dim, call.num_kv_heads * call.head_dim, call.num_kv_heads * call.value_dim]
+    keys, values = (settings.num_kv_heads * dim for dim in (settings.head_dim, settings.value_dim))
+    return [settings.num_heads * settings.head_dim, keys, values]
 
 
-def _group_backward(
-    index: int,
-    views: Triple,
-    buffers: list[Tensor],
-    documents: Tensor | None,
-    carried: Carried,
-    call: Call,
-) -> Tensor:
+def _group_backward(index: int, views: Triple, buffers: list[Tensor], carried: Carried, call: Call) -> Tensor:
     """The gradient of a group's buffer; `views` are dout, out and lse.
 
     Only the last KV head of a group can be needed by later groups. What they found is in `carried`, by group.
     """
-    dout, out, lse = views
-    groups, buffer = _own_groups(call), buffers[index]
-    gradient = torch.empty_like(buffer) if documents is None else torch.zeros_like(buffer)
+    dout, *softmax = views
+    groups, buffer = call.head_groups, buffers[index]
+    gradient = torch.zeros_like(buffer) if call.placement.packed else torch.empty_like(buffer)
     by_group = [queries_keys_values(x, g.counts, call.dims) for x, g in zip(buffers, groups, strict=True)]
     q, (dq, dk, dv) = by_group[index][0], queries_keys_values(gradient, groups[index].counts, call.dims)
-    for owner, block in _blocks(groups[index], buffer, documents, call):
+    for owner, kernel_call in call.group_calls[index]:
         _, k, v = by_group[owner]
         if owner == index:
-            write_gradients(block, dout, (q, k, v), (out, lse), (dq, dk, dv), call)
+            kernel_call.write_gradients(call.kernel, dout, (q, k, v), softmax, (dq, dk, dv))
             continue
-        grads = block_gradients(block, dout, (q, k, v), out, lse, call)
-        block.of_q(dq).copy_(grads[0])
+        grads = kernel_call.gradients(call.kernel, dout, (q, k, v), softmax)
+        kernel_call.of_q(dq).copy_(grads[0])
         if owner not in carried:
-            sums = [lse.new_zeros(x.shape[0], x.shape[1], 1, x.shape[3]) for x in (k, v)]
+            sums = [softmax[1].new_zeros(x.shape[0], x.shape[1], 1, x.shape[3]) for x in (k, v)]
             carried[owner] = sums[0], sums[1]
         for total, part in zip(carried[owner], grads[1:], strict=True):
-            total[block.key_rows, block.keys].add_(part)
+            total[kernel_call.key_rows, kernel_call.keys].add_(part)
     if index in carried:
         for whole, total in zip((dk, dv), carried.pop(index), strict=True):
             whole[:, :, -1:].add_(total)
     return gradient
 
 
-def _blocks(group: HeadGroup, buffer: Tensor, documents: Tensor | None, call: Call) -> Iterator[tuple[int, Block]]:
-    """The kernel calls of a group, each with the index of the group that brought its keys."""
-    pairs = plan_gathered(call.geometry(buffer, documents), 0)
-    for owner, run in group.runs:
-        for block in blocks(pairs, [run], call, documents is not None, joined=False):
-            yield owner, block
-
-
 def _local(group: HeadGroup, call: Call) -> slice:
     """A group's query heads among those of this rank."""
-    first, _ = call.split.q_range(call.place.ulysses_rank)
+    first, _ = call.split.q_range(call.placement.ulysses_rank)
     return slice(group.q_range[0] - first, group.q_range[1] - first)
 
 
-def _own_groups(call: Call) -> list[HeadGroup]:
-    return call.split.groups(call.place.ulysses_rank, call.place.head_groups)
-
-
-def _ranges(index: int, call: Call, what: What) -> list[list[Range]]:
-    """[tensor][rank]: the channels that each rank gets with a group."""
-    groups = [call.split.groups(rank, call.place.head_groups)[index] for rank in range(call.place.ulysses_size)]
-    q, kv = [group.q_range for group in groups], [group.kv_range for group in groups]
-    wanted = [(q, call.value_dim)] if what == "out" else [(q, call.head_dim), (kv, call.head_dim), (kv, call.value_dim)]
-    return [[(start * dim, stop * dim) for start, stop in bounds] for bounds, dim in wanted]
-
-
-def _scatter(tensors: Sequence[Tensor], index: int, what: What, call: Call, direction: Direction) -> Pending[Tensor]:
+def _scatter(tensors: Sequence[Tensor], table: ChannelTable, call: Call, direction: Direction) -> Pending[Tensor]:
     """Start what a group needs of q, k and v, or of dout; tensors [S, B, channels]."""
-    tokens = [tensors[0].shape[0]] * call.place.ulysses_size
-    ranges = _ranges(index, call, what)
-    return start_scatter(tensors, ranges, tokens, call.place.ulysses_rank, call.place.ulysses_group, direction)
+    at = call.placement
+    tokens = [tensors[0].shape[0]] * at.ulysses_size
+    return start_scatter(tensors, table, tokens, at.ulysses_rank, at.ulysses_group, direction)
 
 
-def _gather(x: Tensor, index: int, what: What, call: Call, direction: Direction) -> Pending[list[Tensor]]:
+def _gather(x: Tensor, table: ChannelTable, call: Call, direction: Direction) -> Pending[list[Tensor]]:
     """Start the way back of a group's out, or of its dq, dk and dv."""
-    tokens = [x.shape[0] // call.place.ulysses_size] * call.place.ulysses_size
-    ranges = _ranges(index, call, what)
-    return start_gather(x, ranges, tokens, call.place.ulysses_rank, call.place.ulysses_group, direction)
+    at = call.placement
+    tokens = [x.shape[0] // at.ulysses_size] * at.ulysses_size
+    return start_gather(x, table, tokens, at.ulysses_rank, at.ulysses_group, direction)
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.set_materialize_grads(False)  # of lse and what else is kept: there are none
-    _, documents, sinks, ctx.settings = inputs
-    ctx.save_for_backward(documents, sinks, *output[1:])
+    _, ctx.placement, sinks, ctx.settings = inputs
+    ctx.save_for_backward(sinks, *output[1:])
 
 
 def _backward(ctx, grads: list[Tensor]):  # type: ignore[no-untyped-def]
-    documents, sinks, *saved = ctx.saved_tensors
-    *dqkv, dsinks = torch.ops.ds_ulysses.head_groups_backward(grads[0], saved, documents, sinks, ctx.settings)
+    sinks, *saved = ctx.saved_tensors
+    *dqkv, dsinks = torch.ops.ds_ulysses.head_groups_backward(grads[0], saved, ctx.placement, sinks, ctx.settings)
     return dqkv, None, None if sinks is None else dsinks, None
 
 

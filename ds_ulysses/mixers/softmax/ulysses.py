@@ -11,45 +11,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_ulysses.comm import ProcessGroup, gather_channels, members, scatter_channels
-from ds_ulysses.mixers.softmax.call import Call
+from ds_ulysses.comm import ChannelTable, ProcessGroup, gather_channels, members, scatter_channels, whole_group
+from ds_ulysses.mixers.softmax.call import Exchange, exchange_of
 from ds_ulysses.mixers.softmax.head_groups import head_group_attention
 from ds_ulysses.mixers.softmax.local import local_attention
-from ds_ulysses.placement import HeadSplit, split_heads
+from ds_ulysses.placement import Placement, split_heads
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, documents: Tensor | None, sinks: Tensor | None, call: Call
+    q: Tensor, k: Tensor, v: Tensor, placement: Placement, sinks: Tensor | None, settings: str
 ) -> Tensor:
     """Attention over the whole sequence: 1 all-to-all in, 1 out; as many in the backward. Times the head groups.
 
-    q [B, S, H, D], k [B, S, K, D], v [B, S, K, E], S equal on all ranks; `documents` and `sinks` (those of this rank's
-    heads) as in `local_attention`. Returns [B, S, H, E].
+    q [B, S, H, D], k [B, S, K, D], v [B, S, K, E], S equal on all ranks; `sinks` of this rank's heads or None. Returns
+    [B, S, H, E].
     """
-    if call.place.head_groups > 1:
+    heads = q.shape[2], v.shape[3]
+    if placement.head_groups > 1:
         channels = q.flatten(2), k.flatten(2), v.flatten(2)
-        return head_group_attention(channels, documents, sinks, call).unflatten(-1, (call.num_heads, call.value_dim))
-    qkv = scatter_heads(q, k, v, call.split, group)
-    out = local_attention(qkv, documents, sinks, call)
-    return gather_heads(out, call.split, call.value_dim, group)
+        return head_group_attention(channels, placement, sinks, settings).unflatten(-1, heads)
+    exchange = exchange_of(split_heads(q.shape[2], k.shape[2], placement.ulysses_size), k.shape[3], v.shape[3])
+    qkv = scatter_heads(q, k, v, exchange, placement)
+    return gather_heads(local_attention(qkv, placement, sinks, settings), exchange, placement).unflatten(-1, heads)
 
 
-def scatter_heads(q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, group: ProcessGroup) -> Tensor:
+def scatter_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, placement: Placement) -> Tensor:
     """[B, S, heads, dim] of q, k, v -> [T, B, H_rank * D + K_rank * (D + E)]. Without a group of several: no wire."""
     channels = [x.flatten(2) for x in (q, k, v)]
-    if split.sp_size == 1:
+    if placement.ulysses_size == 1:
         return torch.cat(channels, dim=-1).transpose(0, 1)
-    head_dim, value_dim = k.shape[3], v.shape[3]
-    ranges = [split.q_channels(head_dim), split.kv_channels(head_dim), split.kv_channels(value_dim)]
-    return scatter_channels(channels, ranges, group)
+    return scatter_channels(channels, exchange.qkv, placement)
 
 
-def gather_heads(out: Tensor, split: HeadSplit, dim: int, group: ProcessGroup) -> Tensor:
-    """[T, B, H_rank * dim] -> [B, S, H, dim]."""
-    if split.sp_size == 1:
-        return out.transpose(0, 1).unflatten(-1, (split.num_heads, dim))
-    (channels,) = gather_channels(out, [split.q_channels(dim)], group)
-    return channels.unflatten(-1, (split.num_heads, dim))
+def gather_heads(out: Tensor, exchange: Exchange, placement: Placement) -> Tensor:
+    """[T, B, H_rank * E] -> [B, S, H * E]."""
+    return out.transpose(0, 1) if placement.ulysses_size == 1 else gather_channels(out, exchange.out, placement)[0]
 
 
 def gather_seq_scatter_heads(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -59,9 +55,10 @@ def gather_seq_scatter_heads(x: Tensor, group: ProcessGroup) -> Tensor:
     all ranks; heads (or hidden) need not divide by P: see `HeadSplit.q_range` for who holds which.
     """
     num_heads, head_dim = (x.shape[2], x.shape[3]) if x.dim() == 4 else (x.shape[1], 1)
-    ranges = [split_heads(num_heads, num_heads, members(group)[1]).q_channels(head_dim)]
+    everybody = whole_group(group, x.shape[1] if x.dim() == 4 else x.shape[0])
+    table = ChannelTable([split_heads(num_heads, num_heads, everybody.sp_size).q_channels(head_dim)])
     channels = x.flatten(2) if x.dim() == 4 else x[None]
-    received = scatter_channels([channels], ranges, group).transpose(0, 1)
+    received = scatter_channels([channels], table, everybody).transpose(0, 1)
     return received.unflatten(-1, (received.shape[-1] // head_dim, head_dim)) if x.dim() == 4 else received[0]
 
 
@@ -82,5 +79,6 @@ def gather_heads_scatter_seq(x: Tensor, group: ProcessGroup, num_heads: int | No
             f"not {local}, or {tokens} tokens do not divide by {sp_size}. Give num_heads, and pad the sequence."
         )
     channels = (x.flatten(2) if x.dim() == 4 else x[None]).transpose(0, 1)
-    (out,) = gather_channels(channels, [split.q_channels(head_dim)], group)
+    placement = whole_group(group, tokens // sp_size)
+    (out,) = gather_channels(channels, ChannelTable([split.q_channels(head_dim)]), placement)
     return out.unflatten(-1, (split.num_heads, head_dim)) if x.dim() == 4 else out[0]

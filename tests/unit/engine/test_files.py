@@ -13,10 +13,15 @@ from ds_ulysses.engine.files import fault_of, finished_folder, flush, write_mani
 def test_a_folder_is_seen_when_it_is_whole_and_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
     replace = os.replace
+
+    def noted(old: str, new: str) -> None:
+        happened.append(f"seen {Path(new).name}")
+        replace(old, new)
+
     monkeypatch.setattr(
         os, "fsync", lambda handle: happened.append(f"on disk {Path(f'/proc/self/fd/{handle}').readlink().name}")
     )
-    monkeypatch.setattr(os, "replace", lambda old, new: (happened.append(f"seen {Path(new).name}"), replace(old, new)))
+    monkeypatch.setattr(os, "replace", noted)
     with finished_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("a")
         (folder / "b").write_text("b")

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ulysses.kernels import KERNELS, Kernel, Mask, Request, select_kernel
-from ds_ulysses.kernels.contract import empty_rows, visible
-from ds_ulysses.kernels.merge import merge
+from ds_ulysses.kernels import KERNELS, Kernel, Mask, Request, Segment, Segments, merge, select_kernel
+from ds_ulysses.kernels.masks import empty_rows, visible
 from tests import oracle
 
 GPU_KERNELS = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen"]
@@ -28,9 +27,11 @@ def inputs(shape: tuple[int, int, int, int, int], head_dim: int = 8, dtype: torc
     ]
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> tuple[Tensor, list[Tensor]]:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, segments: Segments | None = None
+) -> tuple[Tensor, list[Tensor]]:
     leaves = [x.double().clone().requires_grad_() for x in (q, k, v)]
-    seen = band(q.shape[1], k.shape[1], mask)
+    seen = seen_by(q.shape[1], k.shape[1], mask, segments)
     out = oracle.attention(*leaves, seen[None, None], mask.scale, mask.softcap)
     return out, list(torch.autograd.grad(out, leaves, dout.double()))
 
@@ -48,26 +49,79 @@ def band(num_queries: int, num_keys: int, mask: Mask) -> Tensor:
     return torch.tensor(rows, dtype=torch.bool).reshape(num_queries, num_keys)
 
 
+def seen_by(num_queries: int, num_keys: int, mask: Mask, segments: Segments | None) -> Tensor:
+    """The band, or one for each segment, and nothing else."""
+    if segments is None:
+        return band(num_queries, num_keys, mask)
+    seen = torch.zeros(num_queries, num_keys, dtype=torch.bool)
+    for a, b, c, d in segments.segments:
+        seen[a:b, c:d] = band(b - a, d - c, mask)
+    return seen
+
+
 def run(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, segments: Segments | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    out, lse = kernel.forward(q, k, v, mask)
-    grads = tuple(torch.full_like(x, float("nan")) for x in (q, k, v))
-    kernel.backward(dout, (q, k, v), out, lse, mask, grads)
-    return out, lse, list(grads)
+    out, lse = kernel.forward(q, k, v, mask, segments)
+    grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    kernel.backward(dout, (q, k, v), (out, lse), mask, (grads[0], grads[1], grads[2]), segments)
+    for returned, written in zip(kernel.gradients(dout, (q, k, v), (out, lse), mask, segments), grads, strict=True):
+        assert torch.equal(returned, written)
+    return out, lse, grads
 
 
-def assert_contract(kernel: Kernel, shape: tuple[int, int, int, int, int], mask: Mask) -> None:
+def assert_contract(
+    kernel: Kernel, shape: tuple[int, int, int, int, int], mask: Mask, segments: Segments | None = None
+) -> None:
     q, k, v, dout = inputs(shape)
-    out, lse, grads = run(kernel, q, k, v, dout, mask)
-    right, right_grads = reference(q, k, v, dout, mask)
+    out, lse, grads = run(kernel, q, k, v, dout, mask, segments)
+    right, right_grads = reference(q, k, v, dout, mask, segments)
     torch.testing.assert_close(out, right, rtol=0, atol=1e-12)
     for grad, expected in zip(grads, right_grads, strict=True):
         torch.testing.assert_close(grad, expected, rtol=0, atol=1e-11)
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert lse.is_contiguous()
-    empty = ~band(q.shape[1], k.shape[1], mask).any(dim=1)
+    empty = ~seen_by(q.shape[1], k.shape[1], mask, segments).any(dim=1)
     assert torch.equal(lse == float("-inf"), empty.expand_as(lse))
+
+
+Sizes = list[tuple[int, int]]
+"""(queries, keys) of each segment; neither is 0, or it is a gap of so many queries or keys."""
+
+
+def table_of(sizes: Sizes) -> Segments:
+    q = k = 0
+    segments = []
+    for num_queries, num_keys in sizes:
+        if num_queries and num_keys:
+            segments.append(Segment(q, q + num_queries, k, k + num_keys))
+        q, k = q + num_queries, k + num_keys
+    return Segments(segments, q, k)
+
+
+def test_a_table_with_gaps() -> None:
+    """Borders are cu_seqlens of every token, with segments of no keys or no queries where nobody attends."""
+    table = table_of([(2, 0), (3, 4), (0, 2), (1, 1), (2, 0)])
+    assert table.q_borders == (0, 2, 5, 5, 6, 8)
+    assert table.k_borders == (0, 0, 4, 6, 7, 7)
+    assert (table.max_q, table.max_k, table.fills_queries, table.fills_keys) == (3, 4, False, False)
+    q, k = table.cu_seqlens(torch.device("cpu"))
+    assert (q.tolist(), k.tolist(), q.dtype) == (list(table.q_borders), list(table.k_borders), torch.int32)
+    assert table.cu_seqlens(torch.device("cpu"))[0] is q
+    with pytest.raises(AssertionError, match="overlap"):
+        Segments([Segment(0, 3, 0, 3), Segment(2, 4, 3, 5)], 4, 5)
+
+
+@pytest.mark.parametrize("name", ["cpu_flash", "eager"])
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=5), st.integers(1, 2),
+    st.integers(1, 3), st.integers(-1, 6), st.integers(-1, 3),
+)  # fmt: skip
+def test_contract_with_a_table(name: str, sizes: Sizes, kv_heads: int, group: int, left: int, right: int) -> None:
+    table = table_of(sizes)
+    shape = (1, table.q_borders[-1], table.k_borders[-1], kv_heads * group, kv_heads)
+    assert_contract(KERNELS[name], shape, Mask(SCALE, left, right), table)
 
 
 @pytest.mark.parametrize("name", ["cpu_flash", "eager"])
@@ -133,7 +187,7 @@ def check_parts_of_a_softmax(kernel: Kernel, tensors: list[Tensor], atol: float)
     found = []
     for part in parts:
         grads = tuple(torch.empty_like(x) for x in (q, *part))
-        kernel.backward(dout, (q, *part), out, lse, full, grads)
+        kernel.backward(dout, (q, *part), (out, lse), full, grads)
         found.append(grads)
     torch.testing.assert_close((found[0][0] + found[1][0]).double(), dq, rtol=0, atol=10 * atol)
     torch.testing.assert_close(torch.cat([found[0][1], found[1][1]], 1).double(), dk, rtol=0, atol=10 * atol)
@@ -209,9 +263,9 @@ def test_parts_of_a_softmax_on_cuda(name: str) -> None:
     q, k, v, dout = tensors
     out, lse = kernel.forward(q, k, v, Mask(0.1, -1, -1))
     grads = tuple(torch.empty_like(x) for x in (q, k, v))
-    kernel.backward(dout, (q, k, v), out, lse, Mask(0.1, -1, -1), grads)
+    kernel.backward(dout, (q, k, v), (out, lse), Mask(0.1, -1, -1), grads)
     part = tuple(torch.empty_like(x) for x in (q, k[:, :64], v[:, :64]))
-    kernel.backward(dout, (q, k[:, :64], v[:, :64]), out, lse, Mask(0.1, -1, -1), part)
+    kernel.backward(dout, (q, k[:, :64], v[:, :64]), (out, lse), Mask(0.1, -1, -1), part)
     for whole, half in zip(grads[1:], part[1:], strict=True):
         torch.testing.assert_close(half, whole[:, :64], rtol=0.02, atol=0.02)
 

@@ -32,7 +32,7 @@ def test_query_heads_are_cut_into_nearly_equal_neighbours(split: HeadSplit) -> N
 @given(splits)
 def test_each_rank_gets_exactly_the_kv_heads_that_it_needs(split: HeadSplit) -> None:
     for rank in range(split.sp_size):
-        needed = {head // split.group_size for head in range(*split.q_range(rank))}
+        needed = {head // split.queries_per_kv for head in range(*split.q_range(rank))}
         assert set(range(*split.kv_range(rank))) == needed
 
 
@@ -47,7 +47,7 @@ def test_runs_map_each_query_head_to_its_kv_head_without_expansion(split: HeadSp
             assert rest == 0
             for q in range(run.q_start, run.q_stop):
                 owners[q_first + q] = kv_first + run.kv_start + (q - run.q_start) // per_kv
-        assert owners == {head: head // split.group_size for head in range(*split.q_range(rank))}
+        assert owners == {head: head // split.queries_per_kv for head in range(*split.q_range(rank))}
         assert len(runs) <= 3
         assert runs == sorted(runs)
 
@@ -71,7 +71,7 @@ def test_groups_bring_every_head_once_and_use_what_was_brought(split: HeadSplit,
                     owners[group.q_range[0] + q] = groups[owner].kv_range[0] + kv
                 if owner < index:  # only the last KV head of a group is needed later
                     assert (run.kv_start, run.kv_stop) == (kv, groups[owner].kv_range[1] - groups[owner].kv_range[0])
-            assert owners == {head: head // split.group_size for head in range(*group.q_range)}
+            assert owners == {head: head // split.queries_per_kv for head in range(*group.q_range)}
 
 
 def test_the_picture_in_the_module() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ulysses.placement.layout import cut, token_index
-from ds_ulysses.placement.schedule import Geometry, Pair, held_by, make_plan, pack_documents, plan_gathered
+from ds_ulysses.placement.schedule import Geometry, Pair, held_by, make_schedule, pack_documents, gathered_pairs
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -74,10 +74,10 @@ def check(geometry: Geometry) -> None:
     part_size = geometry.tokens_per_ring_rank // geometry.num_parts
     for rank in ring:
         mine = places(geometry, rank)
-        for step in make_plan(geometry, rank):
+        for step in make_schedule(geometry, rank):
             source = (rank - step.distance) % geometry.ring_size
             theirs = places(geometry, source)
-            sent = next((s.send for s in make_plan(geometry, source) if s.distance == step.distance), ())
+            sent = next((s.send for s in make_schedule(geometry, source) if s.distance == step.distance), ())
             block = [
                 (piece.row, theirs[part * part_size + at, piece.row])
                 for part, pieces in enumerate(sent)
@@ -91,7 +91,7 @@ def check(geometry: Geometry) -> None:
                 queries = mine[pair.q_start : pair.q_stop, pair.row]
                 found[pair.row][np.ix_(queries, [key for _, key in keys])] += mask_of(pair)
         done = np.zeros((geometry.num_rows, len(mine)), dtype=int)
-        for pair in plan_gathered(geometry, rank):
+        for pair in gathered_pairs(geometry, rank):
             queries = mine[pair.q_start : pair.q_stop, pair.row]
             gathered[pair.row][np.ix_(queries, np.arange(pair.k_start, pair.k_stop))] += mask_of(pair)
             done[pair.row, pair.q_start : pair.q_stop] += 1
@@ -129,7 +129,7 @@ def test_documents_of_any_length(data: st.DataObject) -> None:
 
 
 def num_seen(geometry: Geometry, rank: int) -> int:
-    return sum(pair.num_seen for step in make_plan(geometry, rank) for pair in step.pairs)
+    return sum(pair.num_seen for step in make_schedule(geometry, rank) for pair in step.pairs)
 
 
 @pytest.mark.parametrize("ring_size", range(1, 17))
@@ -170,7 +170,7 @@ def test_one_document_costs_one_kernel_call_a_step(ring_size: int, parts: int) -
     """Also if its keys come in parts."""
     for layout in LAYOUTS:
         for rank in range(ring_size):
-            for step in make_plan(Geometry(12 * ring_size, ring_size, layout, num_parts=parts), rank):
+            for step in make_schedule(Geometry(12 * ring_size, ring_size, layout, num_parts=parts), rank):
                 assert len(step.pairs) <= 1
                 assert all(pair.right == (0 if step.distance == 0 else -1) for pair in step.pairs)
 
@@ -178,7 +178,12 @@ def test_one_document_costs_one_kernel_call_a_step(ring_size: int, parts: int) -
 def sent(geometry: Geometry) -> list[int]:
     """Tokens that each rank sends to others."""
     return [
-        sum(piece.stop - piece.start for step in make_plan(geometry, rank)[1:] for part in step.send for piece in part)
+        sum(
+            piece.stop - piece.start
+            for step in make_schedule(geometry, rank)[1:]
+            for part in step.send
+            for piece in part
+        )
         for rank in range(geometry.ring_size)
     ]
 
@@ -198,7 +203,7 @@ def test_only_what_somebody_sees_is_sent() -> None:
 def test_a_window_drops_steps(layout: str) -> None:
     """A window that fits into a chunk needs neighbours only, whatever the number of ranks."""
     for rank in range(8):
-        steps = make_plan(Geometry(16 * 8, 8, layout, left=7), rank)
+        steps = make_schedule(Geometry(16 * 8, 8, layout, left=7), rank)
         assert {step.distance for step in steps} <= {0, 1, 7}
         assert all(pair.q_stop - pair.q_start <= 16 for step in steps for pair in step.pairs)
 
@@ -206,7 +211,7 @@ def test_a_window_drops_steps(layout: str) -> None:
 def test_documents_of_other_ranks_do_not_travel() -> None:
     geometry = Geometry(16, 4, "contiguous", **pack([4, 4, 4, 4]))
     assert sent(geometry) == [0, 0, 0, 0]
-    assert all(len(make_plan(geometry, rank)) == 1 for rank in range(4))
+    assert all(len(make_schedule(geometry, rank)) == 1 for rank in range(4))
 
 
 def test_shards_of_a_ulysses_group_follow_one_another() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ds_ulysses import SequenceParallelConfig
 from ds_ulysses.config.deepspeed_json import load_deepspeed_json, resolve_batch_sizes
-from ds_ulysses.engine.start import deepspeed_config
+from ds_ulysses.engine.deepspeed_config import deepspeed_config
 from ds_ulysses.training.arguments import SftArguments, parse_arguments
 from ds_ulysses.training.auto_values import fill_from_arguments, fill_from_data, fill_from_model
 from tests.unit.test_batch import topology
@@ -190,3 +190,18 @@ def test_monitors_are_deepspeeds() -> None:
 def test_a_json_without_batch_sizes_takes_those_of_the_arguments() -> None:
     config = filled({"train_batch_size": "auto"}, per_device_train_batch_size=3, gradient_accumulation_steps=2)
     assert resolve_batch_sizes(config, dp_size=2).train == 12
+
+
+def test_what_comes_with_the_package_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe and a DeepSpeed JSON by the paths they have in a checkout; a file of one's own goes first."""
+    monkeypatch.chdir(tmp_path)
+    arguments = parse_arguments(["--config", "train/recipes/smollm2_python_docs.yaml"])
+    assert Path(arguments.deepspeed) == CONFIGS[0].with_name("zero3.json")
+    assert arguments.model_name_or_path == ".cache/smollm2-135m-instruct"
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "zero2.json").write_text("{}")
+    for name, found in [("zero1", str(CONFIGS[0])), *((n, f"ds_configs/{n}.json") for n in ("zero2", "missing"))]:
+        flags = [*REQUIRED[:4], "--deepspeed", f"ds_configs/{name}.json", *REQUIRED[6:]]
+        assert parse_arguments(flags).deepspeed == found
+    with pytest.raises(ValueError, match=r"Cannot read the recipe train/recipes/missing\.yaml: No such file"):
+        parse_arguments(["--config", "train/recipes/missing.yaml"])

@@ -16,7 +16,7 @@ from ds_ulysses.commands.main import main
 
 def run(folder: Path, num_steps: int, evaluated: bool, spikes: int = 0) -> Path:
     folder.mkdir()
-    steps = [
+    steps: list[dict[str, object]] = [
         {"step": i, "loss": 3 - 0.1 * i, "learning_rate": 0.1, "grad_norm": 1.0, "tokens_per_second": 100.0 + i,
          "tokens_per_second_per_device": 50.0 + i, "num_tokens": 1000 * i, "padding": 0.1, "imbalance": 1.2}
         for i in range(1, num_steps + 1)
