@@ -3,9 +3,9 @@
     python -m benchmarks.packing
 
 Llama-3-8B's cost of a document, rows of up to 131,072 tokens, one row per micro-batch, 4 replicas of 8 ranks. Beside
-our plan: one sample per micro-batch, and rows filled in the order in which samples arrive, each in the first row that
+our order: one sample per micro-batch, and rows filled in the order in which samples arrive, each in the first row that
 has room. "Busiest / mean" is how much longer a step takes than if its replicas were equally busy. The bound is what no
-plan of the step's documents can beat: the mean, or the longest document and what only fits beside it.
+order of the step's documents can beat: the mean, or the longest document and what only fits beside it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ds_ulysses.data import (
     Cost,
     Document,
     Documents,
-    StepPlan,
+    StepOrder,
     Survey,
     cost_of,
-    plan_epoch,
-    plan_steps,
+    order_epoch,
+    order_steps,
     survey_epoch,
 )
 
@@ -104,7 +104,7 @@ def survey(steps: Iterable[list[Documents]], how: Batching) -> Survey:
     """Steps of rows that go to replicas as they come."""
     result = Survey(how, RANKS_OF_A_REPLICA)
     for rows in steps:
-        result.add(StepPlan(0.0, [rows + [[]] * (REPLICAS - len(rows))]))
+        result.add(StepOrder(0.0, [rows + [[]] * (REPLICAS - len(rows))]))
     return result
 
 
@@ -114,25 +114,25 @@ def chunks(rows: Iterable[Documents]) -> Iterator[list[Documents]]:
         yield step
 
 
-def bound(plan: StepPlan, cost: Cost) -> float:
+def bound(order: StepOrder, cost: Cost) -> float:
     """The least that the busiest replica of a step has to do."""
-    lengths = [document.length for document in plan.documents]
+    lengths = [document.length for document in order.documents]
     costs = cost.of_each(lengths)
     beside = max(0, sum(lengths) - max(lengths) - (REPLICAS - 1) * ROW_TOKENS)
     return max(sum(costs) / REPLICAS, max(costs) + cost.linear * beside)
 
 
 def planning_time(documents: Documents, cost: Cost) -> float:
-    """Milliseconds to plan 4,096 samples as one step, from their lengths to its micro-batches; median of 9."""
+    """Milliseconds to order 4,096 samples as one step, from their lengths to its micro-batches; median of 9."""
     window = documents[:WINDOW]
     accumulation = ours(window, batching(cost)).num_micro_steps
     how = batching(cost, accumulation)
 
     def seconds() -> float:
         begun = time.perf_counter()
-        plan = next(plan_steps(lambda epoch, seed: window, len(window), how))
+        order = next(order_steps(lambda epoch, seed: window, len(window), how))
         taken = time.perf_counter() - begun
-        assert len(plan.documents) == len(window)
+        assert len(order.documents) == len(window)
         return taken
 
     return statistics.median(seconds() for _ in range(9)) * 1000
@@ -144,8 +144,8 @@ def ours(documents: Documents, how: Batching) -> Survey:
 
 def least_cost(documents: Documents, how: Batching) -> float:
     """The bounds of an epoch's steps, added up."""
-    plans = plan_epoch(lambda epoch, seed: documents, len(documents), how)
-    return sum(bound(plan, how.cost) for plan in plans)
+    orders = order_epoch(lambda epoch, seed: documents, len(documents), how)
+    return sum(bound(order, how.cost) for order in orders)
 
 
 def row(name: str, cost: Cost) -> str:

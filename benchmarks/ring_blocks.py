@@ -26,14 +26,14 @@ SCALE = HEAD_DIM**-0.5
 
 def whole(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> None:
     out, lse = kernel.forward(q, k, v, Mask(SCALE))
-    kernel.gradients(out, (q, k, v), out, lse, Mask(SCALE))
+    kernel.gradients(out, (q, k, v), (out, lse), Mask(SCALE))
 
 
 class RingRank:
     """Queries of one ring rank, and the block of each of its steps."""
 
     def __init__(self, kernel: Kernel, geometry: Geometry, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        held = [token_index(segments, 1)[:, 0].to(q.device) for segments in held_by(geometry)]
+        held = [torch.from_numpy(token_index(pieces, 1)[:, 0]).to(q.device) for pieces in held_by(geometry)]
         self.kernel, self.plan, self.q = kernel, make_schedule(geometry, rank), q[:, held[rank]]
         self.blocks = []
         for step in self.plan:
@@ -56,8 +56,8 @@ class RingRank:
         out = sums.to(self.q.dtype)
         dq = torch.zeros_like(sums)
         for rows, k, v, mask in calls:
-            qkv = (self.q[:, rows], k, v)
-            grads = self.kernel.gradients(out[:, rows], qkv, out[:, rows], lse[:, :, rows].contiguous(), mask)
+            softmax = out[:, rows], lse[:, :, rows].contiguous()
+            grads = self.kernel.gradients(out[:, rows], (self.q[:, rows], k, v), softmax, mask)
             dq[:, rows].add_(grads[0])
             for grad in grads[1:]:
                 torch.zeros_like(grad, dtype=torch.float32).add_(grad)

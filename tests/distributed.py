@@ -56,21 +56,28 @@ def _collect(pipes: list[Connection], limit: float) -> list[Any]:
     deadline = time.monotonic() + limit
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
-        unheard = {rank: pipe for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = wait(list(unheard.values()), timeout=max(deadline - time.monotonic(), 0))
+        silent = {rank: pipe for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(silent.values()), timeout=max(deadline - time.monotonic(), 0))
         if not ready:
-            raise RankFailed(f"ranks {sorted(unheard)} did not end in {limit} s")
-        for rank, pipe in unheard.items():
-            if pipe not in ready:
-                continue
-            try:
-                ok, value = pipe.recv()
-            except EOFError:
-                raise RankFailed(f"rank {rank} died without a word") from None
+            raise RankFailed(f"ranks {sorted(silent)} did not end in {limit} s")
+        heard = {rank: _receive(pipe) for rank, pipe in silent.items() if pipe in ready}
+        for rank, message in heard.items():
+            if message is None:  # told before what its peers have to say of it
+                raise RankFailed(f"rank {rank} died without a word")
+        for rank, message in heard.items():
+            assert message is not None
+            ok, results[rank] = message
             if not ok:
-                raise RankFailed(f"rank {rank} of {len(pipes)}:\n{value}")
-            results[rank] = value
+                raise RankFailed(f"rank {rank} of {len(pipes)}:\n{results[rank]}")
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _receive(pipe: Connection) -> tuple[bool, Any] | None:
+    """Whether a rank came to its end, and its result or traceback; None if it has died."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 def _rank_main(fn: Callable[..., Any], args: Any, rank: int, world_size: int, folder: str, pipe: Connection) -> None:

@@ -16,7 +16,7 @@ from ds_ulysses.config.deepspeed_json import (
 from ds_ulysses.config.dtypes import BYTES, accumulation_dtype, dtype_name, on_the_wire, torch_dtype, wire_dtype
 from ds_ulysses.config.entry import Direction, Entry
 from ds_ulysses.config.settings import SequenceParallelConfig
-from ds_ulysses.config.shipped import shipped
+from ds_ulysses.config.shipped import or_shipped, shipped
 
 __all__ = [
     "BYTES",
@@ -33,6 +33,7 @@ __all__ = [
     "get_nested",
     "load_deepspeed_json",
     "on_the_wire",
+    "or_shipped",
     "resolve_batch_sizes",
     "shipped",
     "torch_dtype",

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_ulysses.config.shipped import or_shipped
+
 
 def load_deepspeed_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Return the dict of a DeepSpeed JSON file, or a deep copy of a dict. Raises `ValueError`."""
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
-    path = Path(source)
+    path = or_shipped(source)
     try:
         config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
     except OSError as error:

@@ -31,7 +31,7 @@ class SequenceParallelConfig:
     strategy: str = "auto"
     """`ulysses`: all-to-all from sequence-sharded to head-sharded and back. `ring`: keys and values come by, block by
     block. `all_gather`: they are gathered, for short sequences. `hierarchical`: Ulysses inside, ring across.
-    `auto`: the one that sends least, see mesh.py."""
+    `auto`: the one that sends least, see placement/mesh.py."""
     ulysses_size: int | str = "auto"
     """Ranks of the Ulysses level; times `ring_size` it is `sequence_parallel_size`."""
     ring_size: int | str = "auto"

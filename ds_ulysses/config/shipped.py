@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -12,3 +13,12 @@ def shipped(name: str) -> Path:
         if (folder / name).exists():
             return folder / name
     raise ValueError(f"{name} is not among the files that come with this package, nor in the working directory.")
+
+
+def or_shipped(path: str | Path) -> Path:
+    """A path, or where it is not in the working directory, the file of that name that comes with the package."""
+    path = Path(path)
+    if path.parts[:1] in (("train",), ("ds_configs",)) and not path.exists():
+        with suppress(ValueError):  # whoever reads the file says that it is not there
+            return shipped(str(path))
+    return path

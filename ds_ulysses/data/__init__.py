@@ -3,7 +3,16 @@
 from ds_ulysses.data.ahead import ReadyStep, ready_steps
 from ds_ulysses.data.cost import Cost, cost_of
 from ds_ulysses.data.samples import Samples, Stream, count, load_rows, mix, tokenize
-from ds_ulysses.data.steps import WINDOW, Batching, Document, Documents, StepPlan, count_steps, plan_epoch, plan_steps
+from ds_ulysses.data.steps import (
+    WINDOW,
+    Batching,
+    Document,
+    Documents,
+    StepOrder,
+    count_steps,
+    order_epoch,
+    order_steps,
+)
 from ds_ulysses.data.survey import Survey, survey_epoch
 
 __all__ = [
@@ -14,7 +23,7 @@ __all__ = [
     "Documents",
     "ReadyStep",
     "Samples",
-    "StepPlan",
+    "StepOrder",
     "Stream",
     "Survey",
     "cost_of",
@@ -22,8 +31,8 @@ __all__ = [
     "count_steps",
     "load_rows",
     "mix",
-    "plan_epoch",
-    "plan_steps",
+    "order_epoch",
+    "order_steps",
     "ready_steps",
     "survey_epoch",
     "tokenize",

@@ -9,28 +9,28 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ds_ulysses.data.samples import Samples, Stream, collate
-from ds_ulysses.data.steps import Batching, StepPlan
+from ds_ulysses.data.steps import Batching, StepOrder
 
 
 class ReadyStep(NamedTuple):
     """A step, and what this replica computes of it."""
 
-    plan: StepPlan
+    order: StepOrder
     batches: list[dict[str, Tensor]]
     """Of each accumulated micro-batch."""
 
 
 def ready_steps(
-    plans: Iterator[StepPlan], samples: Samples | Stream, batching: Batching, dp_rank: int
+    orders: Iterator[StepOrder], samples: Samples | Stream, batching: Batching, dp_rank: int
 ) -> Iterator[ReadyStep]:
-    """Each plan with its batches, one step ahead on a thread of its own. What goes wrong there is raised here."""
+    """Each order with its batches, one step ahead on a thread of its own. What goes wrong there is raised here."""
 
     def prepare() -> ReadyStep | None:
-        plan = next(plans, None)
-        if plan is None:
+        order = next(orders, None)
+        if order is None:
             return None
-        mine = [replicas[dp_rank] for replicas in plan.micro_batches]
-        return ReadyStep(plan, [collate([samples.fetch(d) for d in documents], batching.flat) for documents in mine])
+        mine = [replicas[dp_rank] for replicas in order.micro_batches]
+        return ReadyStep(order, [collate([samples.fetch(d) for d in documents], batching.flat) for documents in mine])
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
         pending = thread.submit(prepare)

@@ -1,4 +1,4 @@
-"""How documents are put together: into rows without padding, and into groups of equal cost. Pure arithmetic.
+"""How documents are put together: into rows without padding, and into bins of equal cost. Pure arithmetic.
 
 Sizes are tokens; costs are whatever `Cost` gives. What comes out are lists of indices of what went in.
 """
@@ -9,10 +9,10 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-Groups = list[list[int]]
+Bins = list[list[int]]
 
 
-def pack(sizes: Sequence[int], capacity: int) -> Groups:
+def pack(sizes: Sequence[int], capacity: int) -> Bins:
     """Best-fit decreasing: the longest first, each into the fullest row that still has room for it.
 
     At most 11/9 of the fewest rows, and a few (Johnson, "Near-optimal bin packing algorithms", 1973). O(n log n), but
@@ -20,7 +20,7 @@ def pack(sizes: Sequence[int], capacity: int) -> Groups:
     """
     if sizes and max(sizes) > capacity:
         raise ValueError(f"A document of {max(sizes)} tokens does not fit in a row of {capacity}.")
-    rows: Groups = []
+    rows: Bins = []
     free: list[tuple[int, int]] = []
     """(room, row), sorted."""
     for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
@@ -33,35 +33,35 @@ def pack(sizes: Sequence[int], capacity: int) -> Groups:
     return rows
 
 
-def spread(costs: Sequence[float], sizes: Sequence[int], num_groups: int, capacity: int) -> Groups | None:
-    """The costliest first, each into the group of the least cost so far among those that have room for it.
+def spread(costs: Sequence[float], sizes: Sequence[int], num_bins: int, capacity: int) -> Bins | None:
+    """The costliest first, each into the bin of the least cost so far among those that have room for it.
 
-    The greedy of "WLB-LLM" (arXiv:2503.17924, algorithm 1) without delaying documents to another step. The groups come
+    The greedy of "WLB-LLM" (arXiv:2503.17924, algorithm 1) without delaying documents to another step. The bins come
     out costliest first; None if something fits in none of them. O(n log n), as what costs more mostly is larger too: a
-    group that is passed over for want of room waits until sizes are small enough.
+    bin that is passed over for want of room waits until sizes are small enough.
     """
-    groups: Groups = [[] for _ in range(num_groups)]
-    room = [capacity] * num_groups
-    least = [(0.0, group) for group in range(num_groups)]
+    bins: Bins = [[] for _ in range(num_bins)]
+    room = [capacity] * num_bins
+    least = [(0.0, number) for number in range(num_bins)]
     waiting: list[tuple[int, float, int]] = []
-    """(-room, cost, group)"""
+    """(-room, cost, bin)"""
     for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         while waiting and -waiting[0][0] >= sizes[index]:
             heapq.heappush(least, heapq.heappop(waiting)[1:])
         while least and room[least[0][1]] < sizes[index]:
-            cost, group = heapq.heappop(least)
-            heapq.heappush(waiting, (-room[group], cost, group))
+            cost, number = heapq.heappop(least)
+            heapq.heappush(waiting, (-room[number], cost, number))
         if not least:
             return None
-        cost, group = least[0]
-        groups[group].append(index)
-        room[group] -= sizes[index]
-        heapq.heapreplace(least, (cost + costs[index], group))
-    total = {group: cost for cost, group in least} | {group: cost for _, cost, group in waiting}
-    return [groups[group] for group in sorted(total, key=total.__getitem__, reverse=True)]
+        cost, number = least[0]
+        bins[number].append(index)
+        room[number] -= sizes[index]
+        heapq.heapreplace(least, (cost + costs[index], number))
+    total = {number: cost for cost, number in least} | {number: cost for _, cost, number in waiting}
+    return [bins[number] for number in sorted(total, key=total.__getitem__, reverse=True)]
 
 
-def balanced_rows(costs: Sequence[float], sizes: Sequence[int], capacity: int) -> Groups:
+def balanced_rows(costs: Sequence[float], sizes: Sequence[int], capacity: int) -> Bins:
     """As few rows as best-fit decreasing takes, or a few hundredths more until they fit, of about equal cost.
 
     Best fit alone puts long documents with long ones, which cost far more than short ones in as many tokens.

@@ -64,7 +64,7 @@ class Batching:
         return self.sizes.accumulation * self.dp_size
 
 
-class StepPlan(NamedTuple):
+class StepOrder(NamedTuple):
     """One optimizer step."""
 
     epoch: float
@@ -85,17 +85,17 @@ Source = Callable[[int, int], Iterable[Document]]
 """The documents of an epoch, given its number and the seed, in order."""
 
 
-def plan_steps(source: Source, num_documents: int | None, batching: Batching) -> Iterator[StepPlan]:
+def order_steps(source: Source, num_documents: int | None, batching: Batching) -> Iterator[StepOrder]:
     """Epoch after epoch without end. `num_documents` of an epoch, or None if that is not known."""
     for epoch, rows in step_rows(source, num_documents, batching):
-        yield StepPlan(epoch, micro_batches(rows, batching))
+        yield StepOrder(epoch, micro_batches(rows, batching))
 
 
-def plan_epoch(source: Source, num_documents: int, batching: Batching) -> Iterator[StepPlan]:
+def order_epoch(source: Source, num_documents: int, batching: Batching) -> Iterator[StepOrder]:
     """The first epoch alone."""
-    for plan in plan_steps(source, num_documents, batching):
-        yield plan
-        if plan.epoch >= 1:
+    for order in order_steps(source, num_documents, batching):
+        yield order
+        if order.epoch >= 1:
             return
 
 
@@ -122,7 +122,7 @@ def step_rows(source: Source, num_documents: int | None, batching: Batching) -> 
         epoch += 1
 
 
-def _rows(documents: Iterable[Document], order: random.Random, batching: Batching) -> Iterator[Documents]:
+def _rows(documents: Iterable[Document], drawn: random.Random, batching: Batching) -> Iterator[Documents]:
     """Packed window by window, in random order: the rows come out sorted by their longest document."""
     if not batching.packing:
         yield from ([document] for document in documents)
@@ -131,7 +131,7 @@ def _rows(documents: Iterable[Document], order: random.Random, batching: Batchin
     while window := list(islice(documents, WINDOW)):
         sizes = [document.length for document in window]
         rows = balanced_rows(batching.cost.of_each(sizes), sizes, batching.max_length)
-        order.shuffle(rows)
+        drawn.shuffle(rows)
         yield from ([window[index] for index in row] for row in rows)
 
 
@@ -140,29 +140,29 @@ def micro_batches(rows: list[Documents], batching: Batching) -> list[list[Docume
 
     Those that run together are as nearly equal as can be, and the dearest come first: what does not fit fails at once.
     """
-    groups = _flat_groups(rows, batching) if batching.flat else _padded_groups(rows, batching)
-    together = [groups[i : i + batching.dp_size] for i in range(0, len(groups), batching.dp_size)]
+    bins = _flat_bins(rows, batching) if batching.flat else _padded_bins(rows, batching)
+    together = [bins[i : i + batching.dp_size] for i in range(0, len(bins), batching.dp_size)]
     # Back and forth, so that the first replica does not get the dearest of every micro-step.
-    return [group[::-1] if index % 2 else group for index, group in enumerate(together)]
+    return [replicas[::-1] if index % 2 else replicas for index, replicas in enumerate(together)]
 
 
-def _padded_groups(rows: list[Documents], batching: Batching) -> list[Documents]:
+def _padded_bins(rows: list[Documents], batching: Batching) -> list[Documents]:
     """Rows are padded to the longest of their micro-batch: neighbours in length stay together."""
     micro, documents = batching.sizes.micro, [document for row in rows for document in row]
     documents.sort(key=lambda document: -document.length)
     return [documents[i * micro : (i + 1) * micro] for i in range(batching.num_micro_batches)]
 
 
-def _flat_groups(rows: list[Documents], batching: Batching) -> list[Documents]:
+def _flat_bins(rows: list[Documents], batching: Batching) -> list[Documents]:
     """One by one, or row by row, which always fits, where that leaves no room for some."""
-    num_groups, micro = batching.num_micro_batches, batching.sizes.micro
+    num_bins, micro = batching.num_micro_batches, batching.sizes.micro
     if batching.packing:
         documents = [document for row in rows for document in row]
         sizes = [document.length for document in documents]
-        groups = spread(batching.cost.of_each(sizes), sizes, num_groups, micro * batching.max_length)
-        if groups is not None:
-            return [[documents[index] for index in group] for group in groups]
+        bins = spread(batching.cost.of_each(sizes), sizes, num_bins, micro * batching.max_length)
+        if bins is not None:
+            return [[documents[index] for index in chosen] for chosen in bins]
     costs = [sum(batching.cost.of_each([document.length for document in row])) for row in rows]
-    groups = spread(costs, [1] * len(rows), num_groups, micro)
-    assert groups is not None
-    return [[document for index in group for document in rows[index]] for group in groups]
+    bins = spread(costs, [1] * len(rows), num_bins, micro)
+    assert bins is not None
+    return [[document for index in chosen for document in rows[index]] for chosen in bins]

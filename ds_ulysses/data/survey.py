@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_ulysses.data.steps import Batching, Documents, Source, StepPlan, plan_epoch
+from ds_ulysses.data.steps import Batching, Documents, Source, StepOrder, order_epoch
 
 
 @dataclass
@@ -41,10 +41,10 @@ class Survey:
         """How much longer it takes than if replicas, which wait for one another, were equally busy; 1.0 is even."""
         return self.max_cost / self.mean_cost
 
-    def add(self, plan: StepPlan) -> Survey:
+    def add(self, order: StepOrder) -> Survey:
         """Count one step in; returns itself."""
         self.num_steps += 1
-        for replicas in plan.micro_batches:
+        for replicas in order.micro_batches:
             self.num_micro_steps += 1
             costs = [sum(self.batching.cost.of_each([d.length for d in documents])) for documents in replicas]
             self.max_cost += max(costs)
@@ -70,8 +70,8 @@ class Survey:
 def survey_epoch(source: Source, num_samples: int, batching: Batching, sp_size: int) -> Survey:
     """The first epoch."""
     survey = Survey(batching, sp_size)
-    for plan in plan_epoch(source, num_samples, batching):
-        survey.add(plan)
+    for order in order_epoch(source, num_samples, batching):
+        survey.add(order)
     lengths = [document.length for document in source(0, batching.seed)]
     num_rows = -(-num_samples // (survey.num_micro_steps * batching.dp_size))
     together = [lengths[i : i + num_rows] for i in range(0, num_samples, num_rows)]

@@ -8,7 +8,7 @@
 
 Formulas: bytes per rank, layer and token of its shard for a causal zigzag, forward and backward, in heads (2 bytes x
 head_dim, gradients of keys and values twice that). They are those of "USP" (arXiv:2405.07719), table 2, with what the
-plan leaves out left out.
+schedule leaves out left out.
 """
 
 from __future__ import annotations

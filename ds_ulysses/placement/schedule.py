@@ -1,9 +1,9 @@
 """Which queries meet which keys, at which step of the ring, under which mask: pure integers.
 
-One plan drives ring, all_gather and hierarchical attention, the byte prediction and the load statistics. Ring rank g
-takes a step for each distance d: the keys and values that it needs of ring rank g - d arrive, and those that ring rank
-g + d needs of its own leave. Only what somebody sees travels, and steps in which nothing travels do not exist: a causal
-zigzag moves three quarters of all keys, a window only the neighbouring ones.
+One schedule drives ring, all_gather and hierarchical attention, the byte prediction and the load statistics. Ring rank
+g takes a step for each distance d: the keys and values that it needs of ring rank g - d arrive, and those that ring
+rank g + d needs of its own leave. Only what somebody sees travels, and steps in which nothing travels do not exist: a
+causal zigzag moves three quarters of all keys, a window only the neighbouring ones.
 
 Within a step, a `Pair` is one kernel call: a query range of the shard and a key range of what arrived, cut so that
 every query sees a key and every key is seen, with the mask as flash-attn writes it, aligned at the bottom right.
@@ -34,7 +34,7 @@ class Geometry:
     """Token i sees token j of its document if -left <= j - i <= right; -1 means no limit."""
     right: int = 0
     documents: bytes | None = None
-    """What `pack_documents` returns. None: every row is one document, and one plan serves them all."""
+    """What `pack_documents` returns. None: every row is one document, and one schedule serves them all."""
     num_rows: int = 1
     num_parts: int = 1
     """Shards in which a ring rank's keys leave: 1, or the ranks of its Ulysses group if each sends its own."""
@@ -101,7 +101,7 @@ class Step(NamedTuple):
     """and the one at +distance finds what is sent to it."""
 
 
-# Packed batches have a plan each, and plans of thousands of documents are large: what is kept is that of a few batches.
+# Packed batches have a schedule each, and those of thousands of documents are large: only a few are kept.
 @lru_cache(maxsize=8)
 def make_schedule(geometry: Geometry, ring_rank: int) -> tuple[Step, ...]:
     """The steps of a ring rank, its own keys first. All ranks take the same, so that messages pair up in order."""

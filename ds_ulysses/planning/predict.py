@@ -4,7 +4,7 @@ Bytes sent by a rank, for u = batch * tokens of a shard * head_dim * itemsize, q
 values of the same dim as keys (others weigh what they are):
 
     ulysses      in  sum over j != rank of (q_j + 2 k_j) u    out  (P - 1) q_rank u    backward: the same, swapped
-    ring         2 K u for each whole shard that somebody needs, which the plan counts token by token; backward: all
+    ring         2 K u for each whole shard that somebody needs, which the schedule counts token by token; backward: all
                  but the one that the receiver kept, and the gradient of every one
     all_gather   2 (P - 1) K u; backward: twice, once of them gradients
     hierarchical both; keys that several ranks of a Ulysses group need cross the ring once, then are spread over it

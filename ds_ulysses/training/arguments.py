@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
-from ds_ulysses.config import shipped
+from ds_ulysses.config import or_shipped
 
 MONITORS = ("tensorboard", "wandb")
 
@@ -198,18 +197,9 @@ def parse_arguments(argv: list[str] | None = None) -> SftArguments:
     known, flags = recipe.parse_known_args(argv)
     parser = HfArgumentParser(SftArguments, allow_abbrev=False, description=SftArguments.__doc__)
     parser.add_argument("--config", help="YAML file of the arguments below; flags go before its values.")
-    values = _recipe_flags(Path(_or_shipped(known.config))) if known.config else []
+    values = _recipe_flags(or_shipped(known.config)) if known.config else []
     arguments: SftArguments = parser.parse_args_into_dataclasses(values + flags)[0]
-    arguments.deepspeed = _or_shipped(arguments.deepspeed)
     return arguments
-
-
-def _or_shipped(path: str) -> str:
-    """`train/...` or `ds_configs/...` that is not in the working directory: the file that comes with the package."""
-    if Path(path).parts[:1] in (("train",), ("ds_configs",)) and not Path(path).exists():
-        with suppress(ValueError):  # whoever reads the file says that it is not there
-            return str(shipped(path))
-    return path
 
 
 def _recipe_flags(path: Path) -> list[str]:

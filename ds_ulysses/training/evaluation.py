@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_ulysses.batch import shard_batch
-from ds_ulysses.data import Batching, Samples, plan_epoch, ready_steps
+from ds_ulysses.data import Batching, Samples, order_epoch, ready_steps
 from ds_ulysses.engine import SequenceParallelEngine
 from ds_ulysses.models import find_model
 
@@ -30,12 +30,12 @@ def evaluate(engine: SequenceParallelEngine, samples: Samples, batching: Batchin
 
     The balancing loss of experts, which is a means to train them, is left out.
     """
-    plans = plan_epoch(samples.documents, len(samples), batching)
+    orders = order_epoch(samples.documents, len(samples), batching)
     total, num_targets = torch.zeros((), device=engine.topology.device), 0
     engine.eval()
     with torch.no_grad():
-        for step in ready_steps(plans, samples, batching, engine.topology.dp_rank):
-            for batch, targets in zip(step.batches, step.plan.num_targets(), strict=True):
+        for step in ready_steps(orders, samples, batching, engine.topology.dp_rank):
+            for batch, targets in zip(step.batches, step.order.num_targets(), strict=True):
                 total += targets * _loss(engine, shard_batch(batch, engine.topology))
                 num_targets += targets
     engine.train()

@@ -9,7 +9,7 @@ import torch
 
 from ds_ulysses.batch import shard_batch
 from ds_ulysses.comm import Ledger, ledger
-from ds_ulysses.data import ReadyStep, Samples, Survey, plan_steps, ready_steps
+from ds_ulysses.data import ReadyStep, Samples, Survey, order_steps, ready_steps
 from ds_ulysses.engine import SequenceParallelEngine
 from ds_ulysses.training.evaluation import Evaluation, evaluate
 from ds_ulysses.training.run import Run
@@ -25,7 +25,7 @@ def train(run: Run) -> bool:
     Raises `NotFinite` unless such steps are to be skipped.
     """
     num_samples = len(run.samples) if isinstance(run.samples, Samples) else None
-    plans = islice(plan_steps(run.samples.documents, num_samples, run.batching), run.progress.step, run.num_steps)
+    orders = islice(order_steps(run.samples.documents, num_samples, run.batching), run.progress.step, run.num_steps)
     topology = run.engine.topology
     guard = StepGuard(run.engine)
     limit = run.arguments.step_timeout
@@ -35,7 +35,7 @@ def train(run: Run) -> bool:
             log.evaluation(evaluate_now(run))
         if run.gives_up:  # it did before, and is started again
             return True
-        for step in ready_steps(plans, run.samples, run.batching, topology.dp_rank):
+        for step in ready_steps(orders, run.samples, run.batching, topology.dp_rank):
             feed()  # not before the first: a stream may have to be read again up to here
             one_step(run, step, guard, log, spikes)
             if is_due(run, step, run.arguments.eval_strategy, run.arguments.eval_steps, at_end=True):
@@ -55,7 +55,7 @@ def is_due(run: Run, step: ReadyStep, strategy: str, every: int, at_end: bool = 
     if at_end and strategy != "no" and run.progress.step == run.num_steps:
         return True
     if strategy == "epoch":
-        return step.plan.epoch.is_integer()
+        return step.order.epoch.is_integer()
     return strategy == "steps" and run.progress.step % every == 0
 
 
@@ -70,13 +70,13 @@ def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog, spik
     learning_rate = run.engine.get_lr()[0]
     trained = train_step(run.engine, step)
     if (left_out := guard.left_out()) and not run.arguments.skip_nonfinite_steps:
-        raise NotFinite(run.progress.step + 1, step.plan.documents)
-    survey = Survey(run.batching, run.engine.topology.sp_size).add(step.plan)
+        raise NotFinite(run.progress.step + 1, step.order.documents)
+    survey = Survey(run.batching, run.engine.topology.sp_size).add(step.order)
     run.progress.step += 1
     run.progress.num_tokens += survey.real_tokens
     log.step(
         survey,
-        epoch=step.plan.epoch,
+        epoch=step.order.epoch,
         loss=trained.loss,
         learning_rate=learning_rate,
         grad_norm=run.engine.get_global_grad_norm(),
@@ -84,9 +84,9 @@ def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog, spik
         sent_gib=trained.book.bytes_sent() / 2**30,
     )
     if left_out:
-        log.left_out(step.plan, trained.micro_losses)
+        log.left_out(step.order, trained.micro_losses)
     if spike := spikes.see(trained.loss):
-        log.spike(spike, step.plan, trained.micro_losses)
+        log.spike(spike, step.order, trained.micro_losses)
 
 
 class Trained(NamedTuple):
@@ -109,6 +109,6 @@ def train_step(engine: SequenceParallelEngine, step: ReadyStep) -> Trained:
             engine.step()
             losses.append(loss.detach())
     micro_losses = torch.stack(losses).tolist()
-    num_targets = step.plan.num_targets()
+    num_targets = step.order.num_targets()
     mean = sum(targets * loss for targets, loss in zip(num_targets, micro_losses, strict=True)) / sum(num_targets)
     return Trained(mean, micro_losses, book)

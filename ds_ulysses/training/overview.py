@@ -98,11 +98,11 @@ def _longest(batching: Batching) -> int:
 
 
 def _strategy(topology: Topology, longest: int) -> str:
-    """With the balance of the ring: attention of the longest row, causal, by the plan."""
+    """With the balance of the ring: attention of the longest row, causal, by the schedule."""
     mesh = topology.mesh
     geometry = Geometry(longest, mesh.ring_size, mesh.layout)
-    plans = [make_schedule(geometry, ring_rank) for ring_rank in range(mesh.ring_size)]
-    work = [sum(pair.num_seen for step in plan for pair in step.pairs) for plan in plans]
+    schedules = [make_schedule(geometry, ring_rank) for ring_rank in range(mesh.ring_size)]
+    work = [sum(pair.num_seen for step in schedule for pair in step.pairs) for schedule in schedules]
     return f"{mesh}; attention of the busiest ring rank {max(work) * len(work) / sum(work):.2f}x the mean"
 
 

@@ -168,26 +168,6 @@ def test_offload_replicas_and_two_levels(inputs: dict[str, str], tmp_path: Path)
         assert losses == pytest.approx(one, rel=1e-4)
 
 
-def test_dry_run_says_everything_and_writes_nothing(inputs: dict[str, str], tmp_path: Path) -> None:
-    code, said = sft(inputs, 2, ROOT / "ds_configs" / "zero2.json", tmp_path / "out", "--dry_run")
-    assert code == 0, said[-3000:]
-    for part in (
-        r"mesh +2 ranks = data-parallel 1 x sequence-parallel 2 \(ranks 0 to 1 share a sequence\), on cpu, ZeRO-2",
-        r"batch +1 samples per optimizer step = 1 per micro-batch x 1 accumulated x data-parallel 1; 10 steps",
-        r"balance +busiest replica 1\.000x the mean; 10 micro-batches per replica and epoch, with one sample each 10;",
-        r"data +10 samples",
-        r"padding +\d\.\d%",
-        r"strategy +ring, zigzag layout \(weighed bytes of ulysses x ring 2 x 1: 20, 1 x 2: 14\); attention",
-        r"attention of the busiest ring rank 1\.\d\dx the mean",
-        r"heads +6 query / 3 KV heads, per rank 6/3 \(even\)",
-        r"kernel +cpu_flash",
-        r"exchange +2 messages per layer and micro-batch, at most [\d.]+ MiB \(ring\) sent by this rank per step",
-        r'deepspeed +\{.*"stage": 2',
-    ):
-        assert re.search(part, said), part
-    assert not (tmp_path / "out").exists()
-
-
 FAULTS: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "no file": (
         {},
@@ -213,32 +193,51 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str], str]] = {
 
 
 @pytest.fixture(scope="module")
-def refused(inputs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """A run of each; none leaves a file."""
+def short(inputs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """A run of two ranks with each fault, and a dry run; none leaves a file."""
     from transformers import BambaConfig
 
-    folder = tmp_path_factory.mktemp("refused")
+    folder = tmp_path_factory.mktemp("short")
     (folder / "outputs").mkdir()
     BambaConfig().save_pretrained(folder / "bamba")
     (folder / "bad.json").write_text("{")
     places = {"REFUSED": str(folder / "bamba"), "BAD_JSON": str(folder / "bad.json")}
-    runs = []
+    runs: list[Any] = [(ROOT / "ds_configs" / "zero2.json", folder / "outputs" / "dry", "--dry_run")]
     for name, (config, flags, _) in FAULTS.items():
         (folder / f"{name}.json").write_text(json.dumps({"sequence_parallel_size": 2} | config))
         runs.append((folder / f"{name}.json", folder / "outputs" / name, *(places.get(flag, flag) for flag in flags)))
     ended = several(inputs, 2, folder, *runs)
     assert list((folder / "outputs").iterdir()) == []
-    return dict(zip(FAULTS, ended, strict=True))
+    return dict(zip(["dry run", *FAULTS], ended, strict=True))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_bad_input_ends_on_every_rank_with_one_message(refused: dict[str, Ended], fault: str) -> None:
-    codes, said, seconds = refused[fault]
+def test_bad_input_ends_on_every_rank_with_one_message(short: dict[str, Ended], fault: str) -> None:
+    codes, said, seconds = short[fault]
     message = re.escape(FAULTS[fault][2])
     assert seconds < 60
     assert 0 not in codes
     assert [len(re.findall(rf"rank {rank}: .*{message}", said)) for rank in (0, 1)] == [1, 1], said[-3000:]
     assert "Traceback" not in said
+
+
+def test_dry_run_says_everything_and_writes_nothing(short: dict[str, Ended]) -> None:
+    codes, said, _ = short["dry run"]
+    assert codes == [0, 0], said[-3000:]
+    for part in (
+        r"mesh +2 ranks = data-parallel 1 x sequence-parallel 2 \(ranks 0 to 1 share a sequence\), on cpu, ZeRO-2",
+        r"batch +1 samples per optimizer step = 1 per micro-batch x 1 accumulated x data-parallel 1; 10 steps",
+        r"balance +busiest replica 1\.000x the mean; 10 micro-batches per replica and epoch, with one sample each 10;",
+        r"data +10 samples",
+        r"padding +\d\.\d%",
+        r"strategy +ring, zigzag layout \(weighed bytes of ulysses x ring 2 x 1: 20, 1 x 2: 14\); attention",
+        r"attention of the busiest ring rank 1\.\d\dx the mean",
+        r"heads +6 query / 3 KV heads, per rank 6/3 \(even\)",
+        r"kernel +cpu_flash",
+        r"exchange +2 messages per layer and micro-batch, at most [\d.]+ MiB \(ring\) sent by this rank per step",
+        r'deepspeed +\{.*"stage": 2',
+    ):
+        assert re.search(part, said), part
 
 
 def test_an_output_folder_of_another_run_is_not_touched(inputs: dict[str, str], tmp_path: Path) -> None:

@@ -16,13 +16,16 @@ from tests.e2e.namespaces import CABLE, Machine, machines
 __all__ = ["machines"]  # a fixture
 
 ROOT = Path(__file__).parents[2]
+HEADS = [(8, 2), (8, 1)]
 
 
-def run(machines: list[Machine], store: Path, heads: tuple[int, int]) -> list[dict[str, Any]]:
-    jobs = []
+@pytest.fixture(scope="module")
+def measured(machines: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four ranks counts with each number of heads."""
+    store, jobs = tmp_path_factory.mktemp("store") / "store", []
     for rank in range(4):
         command = machines[rank // 2].command(sys.executable, "-m", "tests.e2e.two_machines_rank")
-        command += [str(store), str(rank), CABLE, *map(str, heads)]
+        command += [str(store), str(rank), CABLE, *(f"{q},{kv}" for q, kv in HEADS)]
         env = os.environ | {"GLOO_SOCKET_IFNAME": CABLE, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         jobs.append(
             subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -38,12 +41,12 @@ def run(machines: list[Machine], store: Path, heads: tuple[int, int]) -> list[di
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("heads", [(8, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_what_crosses_between_machines_is_what_the_plan_says(
-    machines: list[Machine], tmp_path: Path, heads: tuple[int, int]
+    measured: list[dict[str, Any]], heads: tuple[int, int]
 ) -> None:
     """With 8 and 1 heads both ranks of a machine need the same KV head, which still crosses once."""
-    ranks = run(machines, tmp_path / "store", heads)
+    ranks = [rank["{},{}".format(*heads)] for rank in measured]
     for rank in ranks:
         assert rank["mesh"].startswith("hierarchical 2 x 2, zigzag layout (weighed bytes")
         assert rank["ledger"] == rank["predicted"]

@@ -57,13 +57,13 @@ def topology_of(way: Way) -> Topology:
     return Topology.create(SequenceParallelConfig(sequence_parallel_size=dist.get_world_size(), **asdict(way)))
 
 
-def tensors(case: Case) -> list[Tensor]:
+def tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and dout of the whole sequence, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     tokens = case.tokens * dist.get_world_size()
     shapes = [(h, d) for d in (case.head_dim, case.value_dim or case.head_dim) for h in case.heads]
     q, k, dout, v = (torch.randn(case.batch, tokens, *s, generator=generator, dtype=torch.double) for s in shapes)
-    return [case.logits * q, case.logits * k, v, dout]
+    return case.logits * q, case.logits * k, v, dout
 
 
 def placement_of(case: Case) -> Placement:
@@ -85,7 +85,7 @@ def reference(case: Case) -> list[Tensor]:
     if case.documents is not None:
         seen = oracle.within_documents(seen, case.batch, q.shape[1], list(case.documents))
     sinks = sinks_of(case)
-    out = oracle.attention(*leaves, seen, case.scale, case.softcap, sinks)
+    out = oracle.attention(q, k, v, seen, case.scale, case.softcap, sinks)
     if sinks is not None:
         leaves.append(sinks)
     grads = torch.autograd.grad(out, leaves, dout)

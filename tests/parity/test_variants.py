@@ -103,9 +103,9 @@ def test_runs_are_bitwise_equal(way: Way) -> None:
 def bf16_errors(case: Case) -> list[float]:
     """Relative L2 errors of out, dq, dk, dv of the whole sequence in bf16, against fp64 on the same bf16 numbers."""
     whole = [x.bfloat16() for x in tensors(case)]
-    exact = [x.double().requires_grad_() for x in whole[:3]]
-    out = oracle.attention(*exact, oracle.causal(whole[0].shape[1]))
-    right = [shard(x, case) for x in (out, *torch.autograd.grad(out, exact, whole[3].double()))]
+    q, k, v = (x.double().requires_grad_() for x in whole[:3])
+    out = oracle.attention(q, k, v, oracle.causal(whole[0].shape[1]))
+    right = [shard(x, case) for x in (out, *torch.autograd.grad(out, (q, k, v), whole[3].double()))]
     leaves = [shard(x, case).requires_grad_() for x in whole[:3]]
     found = DistributedAttention(topology=topology_of(case.way))(*leaves)
     grads = torch.autograd.grad(found, leaves, shard(whole[3], case))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,25 +86,37 @@ def test_sigterm_to_one_rank_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_step_that_hangs_shows_the_stack_of_every_rank_and_ends(tmp_path: Path) -> None:
-    folder = inputs(tmp_path)
-    killed(folder, 2, tmp_path / "out", "--step_timeout", "8", fault=Fault("stuck", 2, rank=1))
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each kind, ended by its watchdog; both at a time, as all they do is wait."""
+    folders = {kind: inputs(tmp_path_factory.mktemp("hung")) for kind in ("stuck", "no data")}
+
+    def run(kind: str) -> None:
+        folder = folders[kind]
+        killed(folder, 2, folder / "out", "--step_timeout", "8", fault=Fault(kind, 2, rank=1))
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(run, folders)) == [None, None]
+    return folders
+
+
+def test_a_step_that_hangs_shows_the_stack_of_every_rank_and_ends(hung: dict[str, Path]) -> None:
+    folder = hung["stuck"]
     stacks = [(folder / f"stderr_{rank}").read_text() for rank in (0, 1)]
     assert all("Timeout (0:00:08)!" in stack for stack in stacks)
     assert "in train_step" in stacks[0], "rank 0 waits for the other one in its step"
     assert "in _go_wrong" in stacks[1]
-    assert len(log_of(tmp_path / "out")) == 1
+    assert len(log_of(folder / "out")) == 1
 
 
-def test_a_rank_that_waits_for_its_data_for_ever_says_where(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_its_data_for_ever_says_where(hung: dict[str, Path]) -> None:
     """It is the first to end: its last step was the earlier one."""
-    folder = inputs(tmp_path)
-    killed(folder, 2, tmp_path / "out", "--step_timeout", "8", fault=Fault("no data", 2, rank=1))
+    folder = hung["no data"]
     stack = (folder / "stderr_1").read_text()
     assert "Timeout (0:00:08)!" in stack
     assert "in faulty_fetch" in stack
     assert "in ready_steps" in stack
-    assert len(log_of(tmp_path / "out")) == 1
+    assert len(log_of(folder / "out")) == 1
 
 
 def test_a_loss_that_stands_out_is_reported_with_its_samples(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def _faulty(fault: Fault | None) -> Iterator[None]:
         one_step(run, step, *rest)
         if run.rank == 0:
             with (run.output_dir / "ids.jsonl").open("a") as file:
-                file.write(json.dumps([run.progress.step, sorted(d.id for d in step.plan.documents)]) + "\n")
+                file.write(json.dumps([run.progress.step, sorted(d.id for d in step.order.documents)]) + "\n")
 
     def faulty_fetch(*arguments: Any) -> Any:
         nonlocal fetched

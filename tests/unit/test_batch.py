@@ -22,8 +22,8 @@ def topology(sp_size: int, rank: int = 0, ring_size: int = 1, layout: str = "zig
     """A rank without groups: sharding needs only its numbers."""
     config = SequenceParallelConfig(sequence_parallel_size=sp_size, ring_size=ring_size, layout=layout)
     mesh = choose_mesh(config, Machine(ranks_per_node=sp_size))
-    groups: list[Any] = [SimpleNamespace(group_name="")] * 4
-    return Topology(config, rank, sp_size, mesh, *groups, num_batches=1)
+    group: Any = SimpleNamespace(group_name="")
+    return Topology(config, rank, sp_size, mesh, group, group, group, group, num_batches=1)
 
 
 def whole(batch: dict[str, Any], sp_size: int, ring_size: int = 1, layout: str = "zigzag") -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ds_ulysses.data import StepPlan, Survey
+from ds_ulysses.data import StepOrder, Survey
 from ds_ulysses.training.evaluation import Evaluation
 from ds_ulysses.training.run import Run
 from ds_ulysses.training.watching.device import peak_flops, peak_memory
@@ -68,17 +68,17 @@ class TrainingLog:
         if self._file is not None:
             self._bar.write(f"step {self._progress.step}: eval_loss {evaluation.loss:.4f}")
 
-    def spike(self, spike: Spike, plan: StepPlan, micro_losses: list[float]) -> None:
+    def spike(self, spike: Spike, order: StepOrder, micro_losses: list[float]) -> None:
         """Log that the loss of the last step stands out, and what it learnt from: by micro-batch, ids of samples."""
         values = {f"spike_{key}": value for key, value in spike._asdict().items()}
         self._notice(
-            values | {"spike_in": _by_micro_batch(plan, micro_losses)},
+            values | {"spike_in": _by_micro_batch(order, micro_losses)},
             f"loss {spike.loss:.4f}, {spike.deviations:.1f} deviations above the usual {spike.usual_loss:.4f}",
         )
 
-    def left_out(self, plan: StepPlan, micro_losses: list[float]) -> None:
+    def left_out(self, order: StepOrder, micro_losses: list[float]) -> None:
         """Log that the last step changed nothing because its gradient is not finite, and its samples alike."""
-        self._notice({"left_out": _by_micro_batch(plan, micro_losses)}, "left out, its gradient is not finite")
+        self._notice({"left_out": _by_micro_batch(order, micro_losses)}, "left out, its gradient is not finite")
 
     def _notice(self, entry: dict[str, Any], text: str) -> None:
         if self._file is not None:
@@ -131,6 +131,6 @@ def _losses(path: Path) -> list[float]:
     return [entry["loss"] for entry in entries if entry.get("loss") is not None]
 
 
-def _by_micro_batch(plan: StepPlan, losses: list[float]) -> list[dict[str, Any]]:
-    samples = [[d.id for documents in replicas for d in documents] for replicas in plan.micro_batches]
+def _by_micro_batch(order: StepOrder, losses: list[float]) -> list[dict[str, Any]]:
+    samples = [[d.id for documents in replicas for d in documents] for replicas in order.micro_batches]
     return [{"loss": loss, "samples": ids} for loss, ids in zip(losses, samples, strict=True)]

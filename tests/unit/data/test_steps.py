@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ds_ulysses.config.deepspeed_json import BatchSizes
 from ds_ulysses.data.cost import Cost
-from ds_ulysses.data.steps import Batching, Document, StepPlan, count_steps, micro_batches, plan_steps
+from ds_ulysses.data.steps import Batching, Document, StepOrder, count_steps, micro_batches, order_steps
 from ds_ulysses.data.survey import Survey, survey_epoch
 
 MAX = 100
@@ -32,9 +32,9 @@ def documents(lengths: list[int], epoch: int, seed: int) -> list[Document]:
     return [Document(id, length, length - 1) for id, length in order]
 
 
-def first_epoch(lengths: list[int], how: Batching) -> list[StepPlan]:
-    plans = plan_steps(partial(documents, lengths), len(lengths), how)
-    return list(islice(plans, count_steps(partial(documents, lengths), len(lengths), how, 1)))
+def first_epoch(lengths: list[int], how: Batching) -> list[StepOrder]:
+    orders = order_steps(partial(documents, lengths), len(lengths), how)
+    return list(islice(orders, count_steps(partial(documents, lengths), len(lengths), how, 1)))
 
 
 ways = st.builds(
@@ -51,12 +51,12 @@ many_lengths = st.lists(st.integers(2, MAX), min_size=1, max_size=40)
 
 @given(many_lengths, ways)
 def test_an_epoch_has_each_sample_once_and_every_rank_the_same_micro_steps(lengths: list[int], how: Batching) -> None:
-    plans = first_epoch(lengths, how)
-    assert sorted(d.id for plan in plans for d in plan.documents) == list(range(len(lengths)))
-    assert plans[-1].epoch == 1.0
-    for plan in plans:
-        assert [len(replicas) for replicas in plan.micro_batches] == [how.dp_size] * how.sizes.accumulation
-        for group in (group for replicas in plan.micro_batches for group in replicas):
+    orders = first_epoch(lengths, how)
+    assert sorted(d.id for order in orders for d in order.documents) == list(range(len(lengths)))
+    assert orders[-1].epoch == 1.0
+    for order in orders:
+        assert [len(replicas) for replicas in order.micro_batches] == [how.dp_size] * how.sizes.accumulation
+        for group in (group for replicas in order.micro_batches for group in replicas):
             room = MAX * how.sizes.micro if how.packing else how.sizes.micro
             assert sum(d.length if how.packing else 1 for d in group) <= room
 
@@ -71,9 +71,9 @@ def test_a_step_takes_the_same_samples_however_it_is_spread(
         batching(2, 2, 3, packing=packing, padding_free=padding_free),
         batching(1, 4, 3, packing=packing, padding_free=padding_free),
     ]
-    steps = [[sorted(d.id for d in plan.documents) for plan in first_epoch(lengths, how)] for how in same]
+    steps = [[sorted(d.id for d in order.documents) for order in first_epoch(lengths, how)] for how in same]
     assert steps[0] == steps[1] == steps[2]
-    targets = [[sum(plan.num_targets()) for plan in first_epoch(lengths, how)] for how in same]
+    targets = [[sum(order.num_targets()) for order in first_epoch(lengths, how)] for how in same]
     assert targets[0] == targets[1] == targets[2]
 
 
@@ -84,7 +84,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(packing: bool) -> None:
     def order(how: Batching, num_epochs: float = 1) -> list[list[int]]:
         source = partial(documents, lengths)
         num_steps = count_steps(source, 60, how, num_epochs)
-        return [sorted(d.id for d in plan.documents) for plan in islice(plan_steps(source, 60, how), num_steps)]
+        return [sorted(d.id for d in order.documents) for order in islice(order_steps(source, 60, how), num_steps)]
 
     how = batching(1, 2, 2, packing=packing)
     assert order(how) == order(how)
@@ -99,17 +99,17 @@ def test_replicas_that_run_together_cost_about_the_same() -> None:
     drawn = random.Random(0)
     lengths = [min(MAX // 2, max(2, round(drawn.lognormvariate(2.5, 1.0)))) for _ in range(600)]
     how = batching(2, 2, 4, packing=True)
-    plans = first_epoch(lengths, how)
+    orders = first_epoch(lengths, how)
     balanced, as_they_come = Survey(how, 1), Survey(how, 1)
-    for plan in plans:
-        balanced.add(plan)
+    for order in orders:
+        balanced.add(order)
         slots: list[list[Document]] = [[] for _ in range(8)]
-        for d in sorted(plan.documents, key=lambda d: d.id):
+        for d in sorted(order.documents, key=lambda d: d.id):
             min(slots, key=lambda slot: sum(x.length for x in slot)).append(d)
-        as_they_come.add(StepPlan(1.0, [slots[:4], slots[4:]]))
+        as_they_come.add(StepOrder(1.0, [slots[:4], slots[4:]]))
     assert balanced.imbalance < 1.01
     assert as_they_come.imbalance > 1.1
-    first = plans[0].micro_batches
+    first = orders[0].micro_batches
     costs = [sum(COST.of_each([d.length for d in documents])) for replicas in first for documents in replicas]
     assert max(costs) in costs[: how.dp_size], "the costliest come first"
 
@@ -122,8 +122,8 @@ def test_where_single_documents_leave_no_room_whole_packs_are_spread() -> None:
 
 
 def test_without_packing_rows_of_like_length_share_a_micro_batch() -> None:
-    plan = first_epoch([90, 10, 80, 20], batching(2, 1, 2))[0]
-    assert [sorted(d.length for d in group) for group in plan.micro_batches[0]] == [[80, 90], [10, 20]]
+    order = first_epoch([90, 10, 80, 20], batching(2, 1, 2))[0]
+    assert [sorted(d.length for d in group) for group in order.micro_batches[0]] == [[80, 90], [10, 20]]
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.5, 2), (1, 3), (1.5, 5), (2, 6)])
@@ -133,14 +133,14 @@ def test_steps_of_some_epochs(epochs: float, steps: int) -> None:
 
 
 def test_an_endless_stream_has_no_epochs_to_count_but_goes_on() -> None:
-    plans = list(islice(plan_steps(partial(documents, [5, 6, 7]), None, batching(2, 1, 1)), 5))
-    assert [len(plan.documents) for plan in plans] == [2, 1, 2, 1, 2]
-    assert [plan.epoch for plan in plans] == [0, 0, 1, 1, 2]
+    orders = list(islice(order_steps(partial(documents, [5, 6, 7]), None, batching(2, 1, 1)), 5))
+    assert [len(order.documents) for order in orders] == [2, 1, 2, 1, 2]
+    assert [order.epoch for order in orders] == [0, 0, 1, 1, 2]
 
 
 def test_data_without_a_sample_ends_with_an_error() -> None:
     with pytest.raises(ValueError, match="Epoch 0 of the data has no sample with a supervised token"):
-        next(plan_steps(lambda epoch, seed: [], None, batching(1, 1, 1)))
+        next(order_steps(lambda epoch, seed: [], None, batching(1, 1, 1)))
 
 
 def test_survey_counts_what_is_computed() -> None:
@@ -157,5 +157,5 @@ def test_survey_counts_what_is_computed() -> None:
 
 def test_imbalance_is_waiting() -> None:
     how = batching(1, 2, 2, cost=Cost(1.0, 0.0))
-    plan = StepPlan(1.0, [[[Document(0, 30, 1)], [Document(1, 10, 1)]], [[Document(2, 20, 1)], []]])
-    assert Survey(how, 1).add(plan).imbalance == pytest.approx((30 + 20) / (20 + 10))
+    order = StepOrder(1.0, [[[Document(0, 30, 1)], [Document(1, 10, 1)]], [[Document(2, 20, 1)], []]])
+    assert Survey(how, 1).add(order).imbalance == pytest.approx((30 + 20) / (20 + 10))

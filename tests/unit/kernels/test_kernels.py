@@ -8,32 +8,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ulysses.kernels import KERNELS, Kernel, Mask, Request, Segment, Segments, merge, select_kernel
+from ds_ulysses.kernels import KERNELS, Kernel, Mask, Request, Segment, Segments, Triple, merge, select_kernel
 from ds_ulysses.kernels.masks import empty_rows, visible
 from tests import oracle
 
 GPU_KERNELS = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen"]
 SCALE = 0.4
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, k, v and dout."""
 
-def inputs(shape: tuple[int, int, int, int, int], head_dim: int = 8, dtype: torch.dtype = torch.double) -> list[Tensor]:
-    """q, k, v, dout for (batch, queries, keys, heads, KV heads), as strided views like those of the exchange."""
+
+def inputs(shape: tuple[int, int, int, int, int], head_dim: int = 8, dtype: torch.dtype = torch.double) -> Inputs:
+    """For (batch, queries, keys, heads, KV heads), as strided views like those of the exchange."""
     batch, num_queries, num_keys, heads, kv_heads = shape
     generator = torch.Generator().manual_seed(0)
     sizes = [(num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads), (num_queries, heads)]
-    return [
+    q, k, v, dout = (
         (3 * torch.randn(tokens, batch, h, head_dim, generator=generator, dtype=torch.double)).to(dtype).transpose(0, 1)
         for tokens, h in sizes
-    ]
+    )
+    return q, k, v, dout
 
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, segments: Segments | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    leaves = [x.double().clone().requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.double().clone().requires_grad_() for x in (q, k, v))
     seen = seen_by(q.shape[1], k.shape[1], mask, segments)
-    out = oracle.attention(*leaves, seen[None, None], mask.scale, mask.softcap)
-    return out, list(torch.autograd.grad(out, leaves, dout.double()))
+    out = oracle.attention(q, k, v, seen[None, None], mask.scale, mask.softcap)
+    return out, list(torch.autograd.grad(out, (q, k, v), dout.double()))
 
 
 def band(num_queries: int, num_keys: int, mask: Mask) -> Tensor:
@@ -68,6 +72,10 @@ def run(
     for returned, written in zip(kernel.gradients(dout, (q, k, v), (out, lse), mask, segments), grads, strict=True):
         assert torch.equal(returned, written)
     return out, lse, grads
+
+
+def empty_like(q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def assert_contract(
@@ -173,7 +181,7 @@ def test_eager_softcap(softcap: float) -> None:
     assert_contract(KERNELS["eager"], (2, 7, 7, 4, 2), Mask(SCALE, 3, 0, softcap))
 
 
-def check_parts_of_a_softmax(kernel: Kernel, tensors: list[Tensor], atol: float) -> None:
+def check_parts_of_a_softmax(kernel: Kernel, tensors: Inputs, atol: float) -> None:
     """Two halves of the keys, merged; then backward with the merged out and lse gives the whole's gradients."""
     q, k, v, dout = tensors
     full, half = Mask(SCALE, -1, -1), k.shape[1] // 2
@@ -186,7 +194,7 @@ def check_parts_of_a_softmax(kernel: Kernel, tensors: list[Tensor], atol: float)
     torch.testing.assert_close(out.double().cpu(), right.cpu(), rtol=0, atol=atol)
     found = []
     for part in parts:
-        grads = tuple(torch.empty_like(x) for x in (q, *part))
+        grads = empty_like(q, *part)
         kernel.backward(dout, (q, *part), (out, lse), full, grads)
         found.append(grads)
     torch.testing.assert_close((found[0][0] + found[1][0]).double(), dq, rtol=0, atol=10 * atol)
@@ -202,9 +210,9 @@ def test_backward_takes_the_statistics_of_the_whole_softmax(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["cpu_flash", "eager"])
 def test_low_precision_is_within_its_own_rounding(name: str, dtype: torch.dtype) -> None:
-    tensors = [x / 3 for x in inputs((1, 32, 32, 4, 2), dtype=dtype)]
-    out, lse, grads = run(KERNELS[name], *tensors, Mask(SCALE))
-    right, right_grads = reference(*tensors, Mask(SCALE))
+    q, k, v, dout = (x / 3 for x in inputs((1, 32, 32, 4, 2), dtype=dtype))
+    out, lse, grads = run(KERNELS[name], q, k, v, dout, Mask(SCALE))
+    right, right_grads = reference(q, k, v, dout, Mask(SCALE))
     assert lse.dtype == torch.float32
     for found, expected in zip([out, *grads], [right, *right_grads], strict=True):
         assert found.dtype == dtype
@@ -244,10 +252,10 @@ def test_a_named_kernel_that_cannot_is_refused() -> None:
 @pytest.mark.parametrize("name", GPU_KERNELS)
 def test_contract_on_cuda(name: str, window: tuple[int, int], shape: tuple[int, int, int, int, int]) -> None:
     kernel = cuda_kernel(name)
-    tensors = [x.cuda() for x in inputs(shape, 64, torch.bfloat16)]
+    q, k, v, dout = inputs(shape, 64, torch.bfloat16)
     mask = Mask(0.1, *window)
-    out, lse, grads = run(kernel, *tensors, mask)
-    right, right_grads = reference(*(x.cpu() for x in tensors), mask)
+    out, lse, grads = run(kernel, q.cuda(), k.cuda(), v.cuda(), dout.cuda(), mask)
+    right, right_grads = reference(q, k, v, dout, mask)
     for found, expected in zip([out, *grads], [right, *right_grads], strict=True):
         error = (found.double().cpu() - expected).abs().max() if expected.numel() else torch.zeros(())
         assert error <= 0.02 * (expected.abs().max() if expected.numel() else 1)
@@ -258,13 +266,12 @@ def test_contract_on_cuda(name: str, window: tuple[int, int], shape: tuple[int, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_KERNELS)
 def test_parts_of_a_softmax_on_cuda(name: str) -> None:
-    tensors = [(x / 3).cuda() for x in inputs((1, 64, 128, 4, 2), 64, torch.bfloat16)]
+    q, k, v, dout = ((x / 3).cuda() for x in inputs((1, 64, 128, 4, 2), 64, torch.bfloat16))
     kernel = cuda_kernel(name)
-    q, k, v, dout = tensors
     out, lse = kernel.forward(q, k, v, Mask(0.1, -1, -1))
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    grads = empty_like(q, k, v)
     kernel.backward(dout, (q, k, v), (out, lse), Mask(0.1, -1, -1), grads)
-    part = tuple(torch.empty_like(x) for x in (q, k[:, :64], v[:, :64]))
+    part = empty_like(q, k[:, :64], v[:, :64])
     kernel.backward(dout, (q, k[:, :64], v[:, :64]), (out, lse), Mask(0.1, -1, -1), part)
     for whole, half in zip(grads[1:], part[1:], strict=True):
         torch.testing.assert_close(half, whole[:, :64], rtol=0.02, atol=0.02)

@@ -11,18 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ulysses.placement.layout import cut, token_index
-from ds_ulysses.placement.schedule import Geometry, Pair, held_by, make_schedule, pack_documents, gathered_pairs
+from ds_ulysses.placement.schedule import Geometry, Pair, gathered_pairs, held_by, make_schedule, pack_documents
 
 LAYOUTS = ("contiguous", "zigzag")
 
 
-def pack(*rows: list[int]) -> dict[str, object]:
-    """Documents of these lengths, one after another, a negative one being a gap; rows are as long as the longest."""
+def pack(*rows: list[int]) -> tuple[bytes, int]:
+    """Documents of these lengths, one after another, a negative one being a gap, and the number of rows.
+
+    Rows are as long as the longest.
+    """
     documents = []
     for row, lengths in enumerate(rows):
         borders = accumulate(map(abs, lengths), initial=0)
         documents += [(row, a, b) for (a, b), n in zip(pairwise(borders), lengths, strict=True) if n > 0]
-    return {"documents": pack_documents(documents), "num_rows": len(rows)}
+    return pack_documents(documents), len(rows)
 
 
 def owners(geometry: Geometry) -> np.ndarray:
@@ -125,7 +128,8 @@ def test_documents_of_any_length(data: st.DataObject) -> None:
             lengths.append(length if data.draw(st.booleans()) else -length)
         rows.append(lengths)
     layout = data.draw(st.sampled_from(LAYOUTS))
-    check(Geometry(tokens, ring_size, layout, left, right, num_parts=parts, **pack(*rows)))
+    documents, num_rows = pack(*rows)
+    check(Geometry(tokens, ring_size, layout, left, right, documents, num_rows, num_parts=parts))
 
 
 def num_seen(geometry: Geometry, rank: int) -> int:
@@ -149,7 +153,8 @@ def test_zigzag_spreads_the_remainder_of_each_document(ring_size: int) -> None:
     """No document is padded, all ranks hold as much, and each document weighs alike within a row."""
     lengths = [13, 1, 5, 29, 2, 3, 11, 16 * ring_size]
     lengths.append(-sum(lengths) % ring_size or ring_size)
-    geometry = Geometry(sum(lengths), ring_size, "zigzag", **pack(lengths))
+    documents, num_rows = pack(lengths)
+    geometry = Geometry(sum(lengths), ring_size, "zigzag", documents=documents, num_rows=num_rows)
     for rank in range(ring_size):
         assert len(places(geometry, rank)) == sum(lengths) // ring_size
     held = held_by(geometry)
@@ -209,13 +214,15 @@ def test_a_window_drops_steps(layout: str) -> None:
 
 
 def test_documents_of_other_ranks_do_not_travel() -> None:
-    geometry = Geometry(16, 4, "contiguous", **pack([4, 4, 4, 4]))
+    documents, num_rows = pack([4, 4, 4, 4])
+    geometry = Geometry(16, 4, "contiguous", documents=documents, num_rows=num_rows)
     assert sent(geometry) == [0, 0, 0, 0]
     assert all(len(make_schedule(geometry, rank)) == 1 for rank in range(4))
 
 
 def test_shards_of_a_ulysses_group_follow_one_another() -> None:
-    geometry = Geometry(48, 3, "zigzag", **pack([20, 28], [48]))
+    documents, num_rows = pack([20, 28], [48])
+    geometry = Geometry(48, 3, "zigzag", documents=documents, num_rows=num_rows)
     for segments in held_by(geometry):
         whole = token_index(segments, 2)
         parts = [token_index(part, 2) for part in cut(segments, 16, 4)]
