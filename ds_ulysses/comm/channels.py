@@ -16,7 +16,7 @@ ChannelRanges = Sequence[Sequence[Range]]
 
 
 class ChannelTable:
-    """Immutable. Widths are in channels."""
+    """The channels of each tensor that each rank of an exchange needs. Immutable; widths are in channels."""
 
     def __init__(self, ranges: ChannelRanges) -> None:
         self.ranges = tuple(tuple(row) for row in ranges)
@@ -32,7 +32,7 @@ class ChannelTable:
 
 @lru_cache(maxsize=1024)
 def table_named(name: str) -> ChannelTable:
-    """Undo `ChannelTable.name`."""
+    """Return the table that a `ChannelTable.name` stands for."""
     rows = (row.split(" ") for row in name.split("|"))
     ranges = [[(int(start), int(stop)) for start, stop in (bounds.split(",") for bounds in row)] for row in rows]
     return ChannelTable(ranges)

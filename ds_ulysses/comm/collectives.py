@@ -27,12 +27,13 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """Something on its way: `wait` returns it. What is being sent is kept alive until then."""
+    """Something that is on its way between ranks: `wait` returns it. What is being sent is kept alive until then."""
 
     def __init__(self, arriving: T, works: Sequence[Any] = (), sent: Tensor | None = None) -> None:
         self._arriving, self._works, self._sent = arriving, works, sent
 
     def wait(self) -> T:
+        """Wait until it has arrived, and return it."""
         with waiting(self._sent):
             for work in self._works:
                 work.wait()
@@ -40,7 +41,7 @@ class Pending(Generic[T]):
         return self._arriving
 
     def then(self, change: Callable[[T], U]) -> Pending[U]:
-        """The same, with what arrives put into another form. `change` may only make views."""
+        """Return the same, with what arrives put into another form. `change` may only make views."""
         return Pending(change(self._arriving), self._works, self._sent)
 
 
@@ -57,7 +58,7 @@ def one_ahead(pending: Iterator[Pending[T]]) -> Iterator[T]:
 def start_all_to_all(
     send: Tensor, send_sizes: list[int], receive_sizes: list[int], group: str, direction: Direction
 ) -> Pending[Tensor]:
-    """Flat buffers, sizes in elements per rank of a Ulysses group."""
+    """Start an all-to-all of flat buffers, sizes in elements per rank of a Ulysses group."""
     handle = _resolve_process_group(GroupName(group))
     received = send.new_empty(sum(receive_sizes))
     work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=handle, async_op=True)
@@ -83,7 +84,7 @@ def start_shift(send: Tensor, received: Tensor, distance: int, group: str, direc
 
 
 def start_all_gather(x: Tensor, group: str, direction: Direction) -> Pending[Tensor]:
-    """[n, ...] of every rank -> [ranks * n, ...]."""
+    """Start gathering [n, ...] of every rank -> [ranks * n, ...]."""
     handle = _resolve_process_group(GroupName(group))
     size = dist.get_world_size(handle)
     gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
@@ -93,7 +94,7 @@ def start_all_gather(x: Tensor, group: str, direction: Direction) -> Pending[Ten
 
 
 def start_reduce_scatter(x: Tensor, group: str, direction: Direction) -> Pending[Tensor]:
-    """[ranks * n, ...] -> [n, ...], summed over the ranks."""
+    """Start scattering [ranks * n, ...] -> [n, ...], summed over the ranks."""
     handle = _resolve_process_group(GroupName(group))
     size = dist.get_world_size(handle)
     summed = x.new_empty(x.shape[0] // size, *x.shape[1:])
@@ -103,7 +104,7 @@ def start_reduce_scatter(x: Tensor, group: str, direction: Direction) -> Pending
 
 
 def same_on_all_ranks(values: Sequence[int], group: ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks of the group pass equal values, as many on each. The answer is the same on all of them."""
+    """Say whether all ranks of the group pass equal values, as many on each. The answer is the same on all of them."""
     own = torch.tensor(values, dtype=torch.long, device=device)
     least_and_greatest = torch.cat([own, -own])
     dist.all_reduce(least_and_greatest, op=dist.ReduceOp.MAX, group=group)
@@ -113,14 +114,14 @@ def same_on_all_ranks(values: Sequence[int], group: ProcessGroup, device: torch.
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether any rank says so. Collective."""
+    """Say whether any rank passes a true `flag`. Collective."""
     said = torch.tensor([float(flag)], device=device)
     dist.all_reduce(said, op=dist.ReduceOp.MAX)
     return bool(said.item())
 
 
 def barrier() -> None:
-    """All ranks wait for one another."""
+    """Make all ranks wait for one another."""
     dist.barrier()
 
 
@@ -130,7 +131,7 @@ def leave() -> None:
 
 
 def everybody() -> ProcessGroup:
-    """The group of all ranks. Raises `ValueError` without one."""
+    """Return the group of all ranks. Raises `ValueError` without one."""
     group = dist.group.WORLD
     if group is None:
         raise ValueError("There is no process group of all ranks yet: call ds_ulysses.init_distributed() first.")
@@ -138,7 +139,7 @@ def everybody() -> ProcessGroup:
 
 
 def members(group: ProcessGroup) -> tuple[int, int]:
-    """This rank's place in a group, and its size."""
+    """Return this rank's place in a group, and its size."""
     return dist.get_rank(group), dist.get_world_size(group)
 
 

@@ -49,7 +49,10 @@ def gather_channels(x: Tensor, table: ChannelTable, placement: Placement) -> lis
 def start_scatter(
     tensors: Sequence[Tensor], table: ChannelTable, tokens: Sequence[int], rank: int, group: str, direction: Direction
 ) -> Pending[Tensor]:
-    """Token-major [S, B, C_t] of each tensor -> [sum of tokens, B, C_rank]; `tokens` of each rank, S here."""
+    """Start the exchange of token-major [S, B, C_t] of each tensor -> [sum of tokens, B, C_rank].
+
+    `tokens` of each rank, S here.
+    """
     batch = tensors[0].shape[1]
     send_sizes = [tokens[rank] * batch * width for width in table.widths]
     send = tensors[0].new_empty(sum(send_sizes))
@@ -64,7 +67,10 @@ def start_scatter(
 def start_gather(
     x: Tensor, table: ChannelTable, tokens: Sequence[int], rank: int, group: str, direction: Direction
 ) -> Pending[list[Tensor]]:
-    """[sum of tokens, B, C_rank] -> what each rank has of this rank's tokens: [S, B, C of that rank], for `place`."""
+    """Start the way back: [sum of tokens, B, C_rank] -> what each rank has of this rank's tokens.
+
+    The pieces, [S, B, C of that rank], are for `place`.
+    """
     batch = x.shape[1]
     receive_sizes = [tokens[rank] * batch * width for width in table.widths]
     send_sizes = [t * batch * table.widths[rank] for t in tokens]

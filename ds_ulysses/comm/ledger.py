@@ -23,15 +23,15 @@ class Ledger:
     waits: list[Wait] = field(default_factory=list)
 
     def count(self, op: str | None = None, direction: Direction | None = None) -> int:
-        """Number of collectives, of one kind if asked."""
+        """Count the collectives, of one kind if asked."""
         return len(self._select(op, direction))
 
     def bytes_sent(self, op: str | None = None, direction: Direction | None = None) -> int:
-        """Bytes that this rank sent, of one kind if asked."""
+        """Count the bytes that this rank sent, of one kind if asked."""
         return sum(entry.bytes_sent for entry in self._select(op, direction))
 
     def seconds_waited(self) -> float:
-        """How long this rank's computation stood still for exchanges: what did not travel while it was busy.
+        """Return how long this rank's computation stood still for exchanges: what did not travel while it was busy.
 
         Others that come late are waited for too. On a GPU this is the time of its stream; the host waits here for it.
         """

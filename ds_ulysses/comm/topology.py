@@ -39,7 +39,7 @@ def _ranks_per_node(world_size: int) -> int:
 
 @dataclass(eq=False)
 class Topology:
-    """Where this rank stands, and the settings that every rank shares."""
+    """The place of this rank among all, and the settings that every rank shares."""
 
     config: SequenceParallelConfig
     rank: int
@@ -54,7 +54,7 @@ class Topology:
 
     @classmethod
     def create(cls, config: SequenceParallelConfig, heads: tuple[int, int] | None = None) -> Topology:
-        """Build the groups. Collective: every rank calls it, with the same arguments.
+        """Build the process groups. Collective: every rank calls it, with the same arguments.
 
         `heads`: query and KV heads of the model, by which `"strategy": "auto"` chooses; without them it goes by the
         number of ranks alone. Raises `ValueError` on every rank if sequence_parallel_size does not divide the world
@@ -83,40 +83,44 @@ class Topology:
 
     @property
     def sp_size(self) -> int:
+        """The number of ranks that share a sequence."""
         return self.config.sequence_parallel_size
 
     @property
     def sp_rank(self) -> int:
-        """Place in the group."""
+        """The rank's place in its sequence-parallel group."""
         return self.rank % self.sp_size
 
     @property
     def ulysses_rank(self) -> int:
+        """The rank's place at the Ulysses level."""
         return self.sp_rank % self.mesh.ulysses_size
 
     @property
     def ring_rank(self) -> int:
+        """The rank's place at the ring level."""
         return self.sp_rank // self.mesh.ulysses_size
 
     @property
     def dp_size(self) -> int:
+        """The number of replicas: world size / `sp_size`."""
         return self.world_size // self.sp_size
 
     @property
     def dp_rank(self) -> int:
-        """Which samples this rank works on: samplers shard by this, never by the global rank."""
+        """The replica whose samples this rank works on: samplers shard by this, never by the global rank."""
         return self.rank // self.sp_size
 
     @property
     def device(self) -> torch.device:
-        """On which this rank's collectives work."""
+        """The device on which this rank's collectives work."""
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or dist.get_backend() == "gloo":
             return torch.device("cpu")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
     def place(self, num_tokens: int, num_rows: int = 1, documents: bytes | None = None) -> Placement:
-        """Where the pieces of a micro-batch are: rows of `num_tokens`, a multiple of sp_size; see `Placement`."""
+        """Place the pieces of a micro-batch: rows of `num_tokens`, a multiple of sp_size; see `Placement`."""
         rows = 1 if documents is None else num_rows
         groups = self.ulysses_group.group_name, self.ring_group.group_name
         return Placement(self.mesh, self.sp_rank, num_tokens, documents, rows, *groups)
@@ -127,7 +131,7 @@ class Topology:
 
 
 def whole_group(group: ProcessGroup, num_tokens: int) -> Placement:
-    """That of a Ulysses group without a topology, whose ranks hold `num_tokens` of each row."""
+    """Return the placement of a Ulysses group without a topology, whose ranks hold `num_tokens` of each row."""
     rank, size = members(group)
     mesh = Mesh("ulysses", ulysses_size=size, ring_size=1, layout="contiguous")
     return Placement(mesh, rank, num_tokens * size, ulysses_group=group.group_name)

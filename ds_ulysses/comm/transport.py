@@ -43,12 +43,12 @@ class Ring:
         self.part = 0 if spread is None else placement.ulysses_rank
 
     def blocks_forward(self) -> Iterator[Tensor]:
-        """The block of each step."""
+        """Yield the block of each step."""
         shards = one_ahead(self._fetch(step, step.send[self.part], "forward") for step in self.steps)
         return self._spread(self.steps, shards, "forward")
 
     def blocks_backward(self) -> Iterator[Tensor]:
-        """The block of each step, the last step first."""
+        """Yield the block of each step, the last step first."""
         started = (
             self._fetch(step, () if step.parked_there else step.send[self.part], "backward") for step in self.reverse
         )

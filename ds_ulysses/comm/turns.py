@@ -16,17 +16,17 @@ Result = TypeVar("Result")
 
 
 def patient_group() -> ProcessGroup:
-    """All ranks, on the CPU: to wait longer than a collective of training may take. Collective."""
+    """Make a group of all ranks on the CPU, to wait longer than a collective of training may take. Collective."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def my_turn() -> int:
-    """0 for rank 0, 1 for the first rank of each other machine, whose disks may be others, 2 for all others."""
+    """Return 0 on rank 0, 1 on the first rank of each other machine, whose disks may be others, 2 on all others."""
     return 0 if dist.get_rank() == 0 else 1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2
 
 
 def in_turns(work: Callable[[], Result], turn: int) -> Result:
-    """Turn after turn, from 0 to 2. Collective. Raises `ValueError` on every rank if one of them does."""
+    """Run work turn after turn, from 0 to 2. Collective. Raises `ValueError` on every rank if one of them does."""
     group = patient_group()
     results: list[Result] = []
     for now in range(3):
@@ -45,6 +45,6 @@ def in_turns(work: Callable[[], Result], turn: int) -> Result:
 
 
 def once(work: Callable[[], None]) -> None:
-    """On rank 0 alone. Collective, and raises alike."""
+    """Run work on rank 0 alone. Collective, and raises as `in_turns` does."""
     rank = dist.get_rank()
     in_turns(work if rank == 0 else lambda: None, min(rank, 1))

@@ -6,7 +6,7 @@ import argparse
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Its flags."""
+    """Add the `ask` subcommand and its flags."""
     parser = commands.add_parser("ask", help="ask a model or an adapter that was saved")
     parser.add_argument("folder", help="what from_pretrained opens")
     parser.add_argument("question")
@@ -14,7 +14,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(arguments: argparse.Namespace, argv: list[str]) -> None:
-    """By plain transformers and peft, in this process."""
+    """Print the answer to a question, by plain transformers and peft, in this process."""
     from ds_ulysses.models import answer
 
     print(f"{arguments.question}\n\n{answer(arguments.folder, arguments.question)}")

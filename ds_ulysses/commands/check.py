@@ -11,7 +11,7 @@ from ds_ulysses.commands.launcher import launch
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Its flags."""
+    """Add the `check` subcommand and its flags."""
     parser = commands.add_parser("check", help="compare loss and gradients on all ranks with those of one process")
     parser.add_argument("--model", required=True, help="folder or hub name; only its config is read, unless --layers 0")
     parser.add_argument("--deepspeed", required=True, help="the DeepSpeed JSON to train with")
@@ -23,7 +23,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(arguments: argparse.Namespace, argv: list[str]) -> None:
-    """On ranks that a launcher started, or first through DeepSpeed's; code 1 if they differ."""
+    """Compare on ranks that a launcher started, or start them through DeepSpeed's first; code 1 if they differ."""
     if "RANK" not in os.environ:
         import torch
 

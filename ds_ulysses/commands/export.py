@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Its flags."""
+    """Add the `export` subcommand and its flags."""
     parser = commands.add_parser("export", help="make a Hugging Face folder of a checkpoint")
     parser.add_argument("checkpoint", type=Path, help="a folder checkpoint-STEP of a run")
     parser.add_argument("out", type=Path, help="folder to write: model or adapter, and tokenizer")
@@ -19,7 +19,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(arguments: argparse.Namespace, argv: list[str]) -> None:
-    """In this process, without ranks."""
+    """Export a checkpoint in this process, without ranks."""
     from ds_ulysses.engine import export
 
     export(arguments.checkpoint, arguments.out, arguments.dtype, arguments.merge)

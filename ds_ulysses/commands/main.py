@@ -9,7 +9,7 @@ from ds_ulysses.commands import ask, check, export, plan, report, sft
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse and run; a refusal is one line and code 1."""
+    """Parse the flags and run the subcommand; a refusal is one line and code 1."""
     parser = argparse.ArgumentParser("ds-ulysses", description="Exact long-context training on DeepSpeed.")
     commands = parser.add_subparsers(required=True)
     for command in (sft, plan, check, export, report, ask):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Its flags."""
+    """Add the `plan` subcommand and its flags."""
     parser = commands.add_parser("plan", help="from a model's config: which set-up holds a sequence, and how fast")
     parser.add_argument("--model", required=True, help="folder or hub name; only its config is read")
     parser.add_argument("--seq", required=True, type=_tokens, help="tokens of a row, such as 131072, 128K or 1M")

@@ -10,7 +10,7 @@ from ds_ulysses.config import shipped
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Its own flag; all others are those of train/sft.py."""
+    """Add the `sft` subcommand and its own flag; all others are those of train/sft.py."""
     about = "fine-tune a model; takes the flags of train/sft.py"
     # No abbreviations: they would swallow flags of train/sft.py.
     parser = commands.add_parser("sft", help=about, add_help=False, allow_abbrev=False)

@@ -37,7 +37,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def get_nested(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """Value at a dotted path (`zero_optimization.stage`), or `default` where any part is missing."""
+    """Return the value at a dotted path (`zero_optimization.stage`), or `default` where any part is missing."""
     value: Any = config
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -47,12 +47,12 @@ def get_nested(config: Mapping[str, Any], path: str, default: Any = None) -> Any
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
-    """ZeRO stage of a DeepSpeed config; 0 where the block is missing."""
+    """Return the ZeRO stage of a DeepSpeed config; 0 where the block is missing."""
     return int(get_nested(config, "zero_optimization.stage", 0))
 
 
 def compute_dtype(config: Mapping[str, Any], otherwise: str = "fp32") -> str:
-    """What DeepSpeed casts the model to: bf16 or fp16; `otherwise` if it leaves the model as it is."""
+    """Return what DeepSpeed casts the model to: bf16 or fp16; `otherwise` if it leaves the model as it is."""
     if get_nested(config, "bf16.enabled"):
         return "bf16"
     return "fp16" if get_nested(config, "fp16.enabled") else otherwise
@@ -125,7 +125,7 @@ def refuse_unsupported(config: Mapping[str, Any], sp_size: int) -> None:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples per optimizer step and how they are made: `train = micro * accumulation * dp_size`."""
+    """The samples per optimizer step and how they are made: `train = micro * accumulation * dp_size`."""
 
     train: int
     micro: int

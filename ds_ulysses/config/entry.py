@@ -10,7 +10,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One collective. `bytes_sent` leaves out what a rank keeps; for an all-reduce it is the payload."""
+    """One collective of the ledger. `bytes_sent` leaves out what a rank keeps; for an all-reduce it is the payload."""
 
     op: str
     level: str

@@ -24,7 +24,7 @@ KERNELS = ("auto", "cpu_flash", "eager", "flash_attn_2", "flash_attn_3", "flash_
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallelConfig:
-    """How one sequence is split over ranks. Checks itself; raises `ValueError` that names the field."""
+    """The settings that split one sequence over ranks. Checks itself; raises `ValueError` that names the field."""
 
     sequence_parallel_size: int = 1
     """Ranks that share one sequence. The world size must be a multiple of it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def shipped(name: str) -> Path:
-    """`train/...` or `ds_configs/...`: in the installed package, or beside it in a checkout. Raises `ValueError`."""
+    """Find `train/...` or `ds_configs/...` in the installed package or beside it in a checkout. Raises `ValueError`."""
     package = Path(__file__).parents[1]
     for folder in (package, package.parent):
         if (folder / name).exists():
@@ -16,7 +16,7 @@ def shipped(name: str) -> Path:
 
 
 def or_shipped(path: str | Path) -> Path:
-    """A path, or where it is not in the working directory, the file of that name that comes with the package."""
+    """Return a path, or where it is not in the working directory, the file of that name that comes with the package."""
     path = Path(path)
     if path.parts[:1] in (("train",), ("ds_configs",)) and not path.exists():
         with suppress(ValueError):  # whoever reads the file says that it is not there

@@ -23,7 +23,7 @@ class ReadyStep(NamedTuple):
 def ready_steps(
     orders: Iterator[StepOrder], samples: Samples | Stream, batching: Batching, dp_rank: int
 ) -> Iterator[ReadyStep]:
-    """Each order with its batches, one step ahead on a thread of its own. What goes wrong there is raised here."""
+    """Yield orders with their batches, one step ahead on a thread of its own. What goes wrong there is raised here."""
 
     def prepare() -> ReadyStep | None:
         order = next(orders, None)

@@ -19,7 +19,7 @@ Sample = dict[str, list[int]]
 
 
 def tokenize_chat(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Sample:
-    """`input_ids` and `labels` of one row, cut to `max_length` tokens; labels are -100 where there is no loss.
+    """Return `input_ids` and `labels` of one row, cut to `max_length` tokens; labels are -100 where there is no loss.
 
     `row` has `messages` (a chat), or `prompt` and `completion` (both chats, or both plain text). Raises `ValueError`
     for rows of another kind, and for templates in which the assistant's words cannot be found.

@@ -17,7 +17,7 @@ from ds_ulysses.models import empty_model, facts, num_active_weights
 
 
 class Cost(NamedTuple):
-    """cost(l) = linear * l + quadratic * l^2 + windowed * n * (2 * l - n), where n = min(l, window)"""
+    """The cost of l tokens: linear * l + quadratic * l^2 + windowed * n * (2 * l - n), where n = min(l, window)."""
 
     linear: float
     quadratic: float
@@ -26,14 +26,14 @@ class Cost(NamedTuple):
     window: int = 0
 
     def of_each(self, lengths: Sequence[int]) -> list[float]:
-        """Of documents of so many tokens."""
+        """Return the costs of documents of so many tokens."""
         length = np.asarray(lengths, dtype=float)
         near = np.minimum(length, self.window)
         costs = length * (self.linear + self.quadratic * length) + self.windowed * near * (2 * length - near)
         return list(costs.tolist())
 
     def model_flops(self, lengths: Sequence[int]) -> float:
-        """As model FLOPs utilisation counts: causal pairs alone, nothing that is computed again.
+        """Count operations as model FLOPs utilisation does: causal pairs alone, nothing that is computed again.
 
         Of the 7 products of a flash kernel one is a repetition, which leaves 6.
         """
@@ -42,12 +42,12 @@ class Cost(NamedTuple):
 
     @property
     def crossover(self) -> float:
-        """Tokens of a document at which attention over all of it costs as much as all else."""
+        """The tokens of a document at which attention over all of it costs as much as all else."""
         return self.linear / self.quadratic if self.quadratic else math.inf
 
 
 def cost_of(config: Any) -> Cost:
-    """By the model's config alone; no weights are made."""
+    """Return the cost by the model's config alone; no weights are made."""
     num_heads, _ = facts.head_counts(config)
     of_layer = 3.5 * num_heads * sum(facts.head_dims(config)) * (2 if facts.is_bidirectional(config) else 1)
     num_windowed = facts.num_windowed_layers(config)

@@ -13,7 +13,7 @@ Bins = list[list[int]]
 
 
 def pack(sizes: Sequence[int], capacity: int) -> Bins:
-    """Best-fit decreasing: the longest first, each into the fullest row that still has room for it.
+    """Pack by best-fit decreasing: the longest first, each into the fullest row that still has room for it.
 
     At most 11/9 of the fewest rows, and a few (Johnson, "Near-optimal bin packing algorithms", 1973). O(n log n), but
     for moving the entries of a list. Raises `ValueError` for a document that fits in no row.
@@ -34,7 +34,7 @@ def pack(sizes: Sequence[int], capacity: int) -> Bins:
 
 
 def spread(costs: Sequence[float], sizes: Sequence[int], num_bins: int, capacity: int) -> Bins | None:
-    """The costliest first, each into the bin of the least cost so far among those that have room for it.
+    """Spread the costliest first, each into the bin of the least cost so far among those that have room for it.
 
     The greedy of "WLB-LLM" (arXiv:2503.17924, algorithm 1) without delaying documents to another step. The bins come
     out costliest first; None if something fits in none of them. O(n log n), as what costs more mostly is larger too: a
@@ -62,7 +62,7 @@ def spread(costs: Sequence[float], sizes: Sequence[int], num_bins: int, capacity
 
 
 def balanced_rows(costs: Sequence[float], sizes: Sequence[int], capacity: int) -> Bins:
-    """As few rows as best-fit decreasing takes, or a few hundredths more until they fit, of about equal cost.
+    """Fill as few rows as best-fit decreasing takes, or a few hundredths more until they fit, of about equal cost.
 
     Best fit alone puts long documents with long ones, which cost far more than short ones in as many tokens.
     """

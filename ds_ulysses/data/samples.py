@@ -25,7 +25,7 @@ EMPTY: Sample = {"input_ids": [0], "labels": [IGNORE_INDEX]}
 
 
 def load_rows(name: str, split: str, streaming: bool = False) -> Any:
-    """Rows of a JSONL, JSON or parquet file, or of a dataset by name. Raises `ValueError`."""
+    """Load the rows of a JSONL, JSON or parquet file, or of a dataset by name. Raises `ValueError`."""
     path = Path(name)
     try:
         if path.suffix not in FORMATS:
@@ -45,7 +45,7 @@ def load_rows(name: str, split: str, streaming: bool = False) -> Any:
 
 
 def tokenize(rows: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
-    """Rows of `input_ids`, `labels`, `length`, `num_targets` and whether they were `cut`; lazily, if it is a stream."""
+    """Make rows of `input_ids`, `labels`, `length`, `num_targets` and whether they were `cut`; of a stream, lazily."""
 
     def tokenized(row: dict[str, Any]) -> dict[str, Any]:
         sample = tokenize_chat(row, tokenizer, max_length + 1)
@@ -60,7 +60,7 @@ def tokenize(rows: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) -> 
 
 @dataclass
 class Samples:
-    """Tokenised samples, and what became of the rows."""
+    """The tokenised samples, and what became of the rows."""
 
     rows: Dataset
     ids: Tensor
@@ -77,11 +77,12 @@ class Samples:
         return len(self.ids)
 
     def documents(self, epoch: int, seed: int) -> Iterator[Document]:
-        """All samples, in an order that depends on the seed and the epoch alone."""
+        """Return all samples, in an order that depends on the seed and the epoch alone."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed + epoch))
         return map(Document, *(facts[order].tolist() for facts in (self.ids, self.lengths, self.num_targets)))
 
     def fetch(self, document: Document) -> Sample:
+        """Return the sample of a document."""
         row: Sample = self.rows[document.id]
         return row
 
@@ -93,7 +94,7 @@ class Stream:
     rows: IterableDataset
 
     def documents(self, epoch: int, seed: int) -> Iterator[Document]:
-        """Samples with a supervised token, shuffled as they come; an order of the seed and the epoch alone."""
+        """Yield samples with a supervised token, shuffled as they come; an order of the seed and the epoch alone."""
         rows = self.rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         rows.set_epoch(epoch)
         for index, row in enumerate(rows):
@@ -101,12 +102,13 @@ class Stream:
                 yield Document(index, row["length"], row["num_targets"], {key: row[key] for key in EMPTY})
 
     def fetch(self, document: Document) -> Sample:
+        """Return the tokens that were read with a document."""
         tokens: Sample = document.tokens
         return tokens
 
 
 def mix(parts: Sequence[Any], weights: Sequence[float] | None, seed: int) -> Any:
-    """Several as one: one after another, or drawn by weight until each has been used up once."""
+    """Mix several into one: one after another, or drawn by weight until each has been used up once."""
     if weights is None:
         return concatenate_datasets(list(parts)) if len(parts) > 1 else parts[0]
     probabilities = [weight / sum(weights) for weight in weights]
@@ -127,7 +129,7 @@ def count(tokenized: Dataset, max_length: int) -> Samples:
 
 
 def collate(samples: Sequence[Sample], flat: bool) -> dict[str, Tensor]:
-    """One micro-batch of one replica: rows padded on the right, or all in one row, told apart by their positions."""
+    """Build a micro-batch of a replica: rows padded on the right, or all in one row, told apart by their positions."""
     samples = samples or [EMPTY]
     if flat:
         ids, labels = (torch.tensor([x for sample in samples for x in sample[key]])[None] for key in EMPTY)

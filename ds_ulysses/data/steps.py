@@ -25,7 +25,7 @@ WINDOW = 4096
 
 
 class Document(NamedTuple):
-    """A sample: which, and what is to be known of it beforehand."""
+    """One sample: which it is, and what is to be known of it beforehand."""
 
     id: int
     """Its row in the data, or its place in a stream."""
@@ -40,7 +40,7 @@ Documents = list[Document]
 
 @dataclass(frozen=True)
 class Batching:
-    """How documents become micro-batches."""
+    """The way in which documents become micro-batches."""
 
     sizes: BatchSizes
     dp_size: int
@@ -60,12 +60,12 @@ class Batching:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a step, on all replicas."""
+        """The number of micro-batches of a step, on all replicas."""
         return self.sizes.accumulation * self.dp_size
 
 
 class StepOrder(NamedTuple):
-    """One optimizer step."""
+    """One optimizer step: the documents of each of its micro-batches."""
 
     epoch: float
     """Passes over the data, this step included."""
@@ -74,10 +74,11 @@ class StepOrder(NamedTuple):
 
     @property
     def documents(self) -> Documents:
+        """The documents of all its micro-batches."""
         return [document for replicas in self.micro_batches for documents in replicas for document in documents]
 
     def num_targets(self) -> list[int]:
-        """Supervised tokens of each accumulated micro-batch, on all replicas."""
+        """Count the supervised tokens of each accumulated micro-batch, on all replicas."""
         return [sum(d.num_targets for documents in replicas for d in documents) for replicas in self.micro_batches]
 
 
@@ -86,13 +87,13 @@ Source = Callable[[int, int], Iterable[Document]]
 
 
 def order_steps(source: Source, num_documents: int | None, batching: Batching) -> Iterator[StepOrder]:
-    """Epoch after epoch without end. `num_documents` of an epoch, or None if that is not known."""
+    """Yield the steps of epoch after epoch without end. `num_documents` of an epoch, or None if that is not known."""
     for epoch, rows in step_rows(source, num_documents, batching):
         yield StepOrder(epoch, micro_batches(rows, batching))
 
 
 def order_epoch(source: Source, num_documents: int, batching: Batching) -> Iterator[StepOrder]:
-    """The first epoch alone."""
+    """Yield the steps of the first epoch alone."""
     for order in order_steps(source, num_documents, batching):
         yield order
         if order.epoch >= 1:
@@ -100,7 +101,7 @@ def order_epoch(source: Source, num_documents: int, batching: Batching) -> Itera
 
 
 def count_steps(source: Source, num_documents: int, batching: Batching, num_epochs: float) -> int:
-    """Optimizer steps until so many epochs have passed."""
+    """Count the optimizer steps until so many epochs have passed."""
     for number, (epoch, _) in enumerate(step_rows(source, num_documents, batching), start=1):
         if epoch >= num_epochs - 1e-9:
             return number
@@ -108,7 +109,7 @@ def count_steps(source: Source, num_documents: int, batching: Batching, num_epoc
 
 
 def step_rows(source: Source, num_documents: int | None, batching: Batching) -> Iterator[tuple[float, list[Documents]]]:
-    """Epochs passed after each step, and the rows that it takes."""
+    """Yield the epochs passed after each step, and the rows that it takes."""
     epoch = 0
     while True:
         done, rows = 0, _rows(source(epoch, batching.seed), random.Random(f"{batching.seed} {epoch}"), batching)

@@ -9,7 +9,7 @@ from ds_ulysses.data.steps import Batching, Documents, Source, StepOrder, order_
 
 @dataclass
 class Survey:
-    """Sums over the steps that were added. Tokens are those of all replicas."""
+    """The sums over the steps that were added. Tokens are those of all replicas."""
 
     batching: Batching
     sp_size: int
@@ -33,12 +33,12 @@ class Survey:
 
     @property
     def padding(self) -> float:
-        """Share of the computed tokens."""
+        """The share of the computed tokens that is padding."""
         return 1 - self.real_tokens / self.computed_tokens
 
     @property
     def imbalance(self) -> float:
-        """How much longer it takes than if replicas, which wait for one another, were equally busy; 1.0 is even."""
+        """The time over that which equally busy replicas would take, as they wait for one another; 1.0 is even."""
         return self.max_cost / self.mean_cost
 
     def add(self, order: StepOrder) -> Survey:
@@ -63,12 +63,12 @@ class Survey:
         self.longest = max(self.longest, self.filled(tokens))
 
     def filled(self, tokens: int) -> int:
-        """Up to what the ranks can share."""
+        """Round the tokens up to what the ranks can share."""
         return -(-tokens // self.sp_size) * self.sp_size
 
 
 def survey_epoch(source: Source, num_samples: int, batching: Batching, sp_size: int) -> Survey:
-    """The first epoch."""
+    """Survey the steps of the first epoch."""
     survey = Survey(batching, sp_size)
     for order in order_epoch(source, num_samples, batching):
         survey.add(order)

@@ -144,7 +144,7 @@ def forget_universal(folder: str | Path) -> None:
 
 
 def write_configs(engine: SequenceParallelEngine, folder: str | Path) -> None:
-    """Config, generation config and adapter config, from which an export makes the model again. One rank calls it."""
+    """Write config, generation config and adapter config, from which an export remakes the model. One rank calls it."""
     model = _savable(engine.module)
     inner = find_model(engine.module)
     inner.config.save_pretrained(folder)

@@ -31,7 +31,7 @@ NOISE = 1e-4
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked."""
+    """The model and the settings that are checked."""
 
     model: str
     deepspeed: str
@@ -43,7 +43,10 @@ class Subject:
 
 
 def check(subject: Subject) -> tuple[str, bool]:
-    """A table for people, and whether all is the same. Collective. Raises `ValueError` for what is refused anyway."""
+    """Compare all ranks with one process; returns a table for people, and whether all is the same.
+
+    Collective. Raises `ValueError` for what is refused anyway.
+    """
     world_size = init_distributed()
     config = _deepspeed_config(load_deepspeed_json(subject.deepspeed), subject.dtype, world_size)
     model = _model(subject)

@@ -11,7 +11,7 @@ from ds_ulysses.config import OPTIONS, get_nested, load_deepspeed_json, resolve_
 
 
 def deepspeed_config(source: Mapping[str, Any], dp_size: int) -> dict[str, Any]:
-    """Ours taken out, batch sizes filled in. Raises `ValueError` for values that are left open."""
+    """Take our settings out, and fill batch sizes in. Raises `ValueError` for values that are left open."""
     config = load_deepspeed_json(source)
     if open_values := sorted(_paths_of(config, "auto")):
         raise ValueError(

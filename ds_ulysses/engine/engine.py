@@ -28,7 +28,7 @@ class SequenceParallelEngine(DeepSpeedEngine):  # type: ignore[misc]
         return engine
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """As DeepSpeed's; the division by accumulation steps is part of the loss's arithmetic and stays on."""
+        """Run DeepSpeed's backward; division by accumulation steps is part of the loss's arithmetic and stays on."""
         if not scale_wrt_gas:
             raise ValueError("scale_wrt_gas=False: the loss counts the tokens of the whole step already. Leave it out.")
         scaled: Tensor = super().backward(loss, retain_graph=retain_graph)
@@ -46,11 +46,11 @@ class SequenceParallelEngine(DeepSpeedEngine):  # type: ignore[misc]
                 self._global_grad_norm = nn.utils.get_total_norm(grads)
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradient before clipping, by then the one of all tokens on all ranks."""
+        """Return the norm of the last step's gradient before clipping, by then the one of all tokens on all ranks."""
         norm = super().get_global_grad_norm()
         return None if norm is None else float(norm)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The whole gradient of each parameter that has one, by name, before the step. Collective."""
+        """Return the whole gradient of each parameter that has one, by name, before the step. Collective."""
         grads = {name: safe_get_full_grad(parameter) for name, parameter in self.module.named_parameters()}
         return {name: grad for name, grad in grads.items() if grad is not None}

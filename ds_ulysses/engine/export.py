@@ -45,7 +45,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "fp32", merge: bool = Fa
 
 
 def write_model(checkpoint: Path, folder: Path, dtype: torch.dtype, merge: bool = False) -> None:
-    """The same of a whole checkpoint, into a folder that is there."""
+    """Write model and tokenizer of a whole checkpoint, as `export` does, into a folder that is there."""
     weights = {name: weight.to(dtype) for name, weight in read_weights(checkpoint).items()}
     if _has_adapter(checkpoint):
         _save_adapter(checkpoint, folder, weights, merge)
@@ -63,7 +63,7 @@ def _has_adapter(checkpoint: Path) -> bool:
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """All that was trained, by name, in fp32 where the optimizer kept it so."""
+    """Read all that was trained, by name, in fp32 where the optimizer kept it so."""
     folder = checkpoint / STATE
     if not list(folder.glob("*_optim_states.pt")):
         state: dict[str, Tensor] = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]

@@ -14,7 +14,7 @@ MANIFEST = "manifest.json"
 
 @contextmanager
 def finished_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into; what it holds moves into `target` only if the block ends without an error."""
+    """Yield a folder to write into; what it holds moves into `target` only if the block ends without an error."""
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -29,7 +29,7 @@ def finished_folder(target: Path) -> Iterator[Path]:
 
 
 def flush(folder: Path) -> None:
-    """Have its files on the disk: a machine that loses power afterwards keeps them."""
+    """Flush the files of a folder to the disk: a machine that loses power afterwards keeps them."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -37,12 +37,12 @@ def flush(folder: Path) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write down every file in it and its size; whoever reads the folder can tell whether it is whole."""
+    """Write down every file in a folder and its size; whoever reads the folder can tell whether it is whole."""
     (folder / MANIFEST).write_text(json.dumps(_sizes(folder), indent=1))
 
 
 def fault_of(folder: Path) -> str | None:
-    """What is wrong with a folder that has, or should have, a manifest."""
+    """Return what is wrong with a folder that has, or should have, a manifest."""
     if not (folder / MANIFEST).is_file():
         return f"it has no {MANIFEST}, which is written last"
     try:

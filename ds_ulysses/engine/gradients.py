@@ -38,7 +38,7 @@ PROBE_BUCKET = 64
 
 
 def gradient_divisor(config: Mapping[str, Any], topology: Topology) -> int:
-    """What DeepSpeed divides the sum of all ranks' gradients by, accumulation aside."""
+    """Return what DeepSpeed divides the sum of all ranks' gradients by, accumulation aside."""
     return topology.world_size if zero_stage(config) == 3 else topology.dp_size
 
 
@@ -49,6 +49,7 @@ class _Probe(nn.Module):
         self.large = nn.Parameter(torch.zeros(PROBE_BUCKET * 4))
 
     def forward(self, scale: float) -> Tensor:
+        """Return a loss whose gradient is `scale` everywhere."""
         return (self.small.sum() + self.large.sum()) * scale
 
 

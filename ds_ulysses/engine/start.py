@@ -23,7 +23,7 @@ from ds_ulysses.models import facts, find_model, patch_model, refuse_unsupported
 
 
 class Start(NamedTuple):
-    """What is settled before there are weights: every check of the settings and of the model's config has passed."""
+    """The state settled before there are weights: every check of settings and model config has passed."""
 
     config: dict[str, Any]
     """The DeepSpeed JSON with our block, as it was given."""
@@ -35,7 +35,7 @@ class Start(NamedTuple):
 
 
 class DeepSpeedArguments(TypedDict, total=False):
-    """What `initialize` hands on to `deepspeed.initialize` as it is."""
+    """The arguments that `initialize` hands on to `deepspeed.initialize` as they are."""
 
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
     model_parameters: Iterable[Any] | None
@@ -78,7 +78,7 @@ def initialize(
     topology: Topology | None = None,
     **others: Unpack[DeepSpeedArguments],
 ) -> tuple[SequenceParallelEngine, Any, Any, Any]:
-    """As `deepspeed.initialize`: returns engine, optimizer, dataloader and lr scheduler. Collective.
+    """Build an engine as `deepspeed.initialize` does; returns it, optimizer, dataloader and lr scheduler. Collective.
 
     `config` is a DeepSpeed JSON or its dict; `model` a Hugging Face causal LM, or a module that wraps one. `topology`
     is one that was made of the same config; without it, it is made here. The engine has `.topology`, for

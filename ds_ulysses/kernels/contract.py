@@ -31,7 +31,7 @@ from ds_ulysses.kernels.segments import Segments
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, and how scores are formed; see the contract above for left and right."""
+    """The keys that a query sees, and how scores are formed; see the contract above for left and right."""
 
     scale: float
     left: int = -1
@@ -41,12 +41,13 @@ class Mask:
 
     @property
     def causal(self) -> bool:
+        """Whether the mask is causal, without a window."""
         return self.left < 0 and self.right == 0
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a kernel is chosen for."""
+    """The device, dtype, head dim and softcap that a kernel is chosen for."""
 
     device: str
     dtype: torch.dtype
@@ -71,7 +72,7 @@ class Kernel(ABC):
     """Whether values may have another dim than keys. For the others, the smaller of both is filled with zeros."""
 
     def refusal(self, request: Request) -> str | None:
-        """Why this kernel cannot serve the request here, or None if it can."""
+        """Return why this kernel cannot serve the request here, or None if it can."""
         if self.device not in (None, request.device):
             return f"it runs on {self.device}, not on {request.device}"
         return self._refusal(request)
@@ -79,7 +80,7 @@ class Kernel(ABC):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, segments: Segments | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse."""
+        """Return out and lse of the queries."""
         if not q.numel() or not k.numel():
             lse_shape = (q.shape[0], q.shape[2], q.shape[1])
             out = q.new_zeros(*q.shape[:3], v.shape[3])
@@ -103,7 +104,7 @@ class Kernel(ABC):
     def gradients(
         self, dout: Tensor, qkv: Triple, softmax: Softmax, mask: Mask, segments: Segments | None = None
     ) -> Triple:
-        """As `backward`, in tensors of their own: for those who add them up."""
+        """Return the gradients as `backward` does, in tensors of their own: for those who add them up."""
         if not qkv[0].numel() or not qkv[1].numel():
             return tuple(map(torch.zeros_like, qkv))  # type: ignore[return-value]
         if self._fits(qkv[0], qkv[2]):

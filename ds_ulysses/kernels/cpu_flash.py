@@ -23,6 +23,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class CpuFlashKernel(LoopingKernel):
+    """The kernel of PyTorch's own CPU flash attention."""
+
     name = "cpu_flash"
     device = "cpu"
 

@@ -15,6 +15,8 @@ from ds_ulysses.kernels.masks import visible
 
 
 class EagerKernel(LoopingKernel):
+    """The kernel that writes attention out."""
+
     name = "eager"
     any_value_dim = True
 

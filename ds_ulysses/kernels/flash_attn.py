@@ -50,7 +50,7 @@ def _table(segments: Segments | None, device: torch.device, function: Callable[.
 
 
 def flash_refusal(request: Request, max_head_dim: int = 256) -> str | None:
-    """Why a CUDA flash kernel cannot serve the request: they take half precision and head dims in steps of 8."""
+    """Return why a CUDA flash kernel cannot serve the request: they take half precision and head dims in steps of 8."""
     if request.dtype not in (torch.float16, torch.bfloat16):
         return f"it has no {request.dtype}"
     if request.head_dim > max_head_dim or request.head_dim % 8:
@@ -76,6 +76,7 @@ class _FlashAttention(Kernel):
 
     @property
     def library(self) -> Any:
+        """The installed module of this generation."""
         library = _load(self.module)
         assert library is not None, f"{self.name} was selected without {self.module}"
         return library
@@ -103,6 +104,8 @@ class _FlashAttention(Kernel):
 
 
 class FlashAttention2(_FlashAttention):
+    """The kernel of flash-attn, generation 2."""
+
     name = "flash_attn_2"
     module = "flash_attn.flash_attn_interface"
     generations = (8, 9, 10, 11, 12)
@@ -137,6 +140,8 @@ class FlashAttention2(_FlashAttention):
 
 
 class FlashAttention3(_FlashAttention):
+    """The kernel of flash-attn, generation 3."""
+
     name = "flash_attn_3"
     module = "flash_attn_interface"
     generations = (9,)
@@ -165,6 +170,8 @@ class FlashAttention3(_FlashAttention):
 
 
 class FlashAttention4(_FlashAttention):
+    """The kernel of flash-attn, generation 4."""
+
     name = "flash_attn_4"
     module = "flash_attn.cute.interface"
     max_head_dim = 128

@@ -12,7 +12,7 @@ from ds_ulysses.kernels.contract import Mask
 
 
 def empty_rows(num_queries: int, num_keys: int, mask: Mask) -> tuple[int, int]:
-    """How many queries at the start and at the end see no key at all."""
+    """Count the queries at the start and at the end that see no key at all."""
     offset = num_keys - num_queries
     before = -(offset + mask.right) if mask.right >= 0 else 0
     after = num_queries + offset - mask.left - num_keys if mask.left >= 0 else 0
@@ -21,7 +21,7 @@ def empty_rows(num_queries: int, num_keys: int, mask: Mask) -> tuple[int, int]:
 
 
 def visible(num_queries: int, num_keys: int, mask: Mask, device: torch.device) -> Tensor:
-    """[Lq, Lk] boolean: which query sees which key."""
+    """Return which query sees which key: [Lq, Lk] boolean."""
     distance = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device)[:, None]
     distance = distance - (num_keys - num_queries)
     seen = torch.ones_like(distance, dtype=torch.bool)

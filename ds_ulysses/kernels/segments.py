@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Segment(NamedTuple):
-    """Queries [q_start, q_stop) see keys [k_start, k_stop), and nobody else does."""
+    """The queries [q_start, q_stop) that see keys [k_start, k_stop), which nobody else sees."""
 
     q_start: int
     q_stop: int
@@ -26,7 +26,7 @@ class Segment(NamedTuple):
 
 
 class Segments:
-    """Segments one after another, gaps filled. Immutable, and shared by all layers of a batch."""
+    """The segments of a table, one after another, gaps filled. Immutable, and shared by all layers of a batch."""
 
     def __init__(self, segments: Iterable[Segment], num_queries: int, num_keys: int) -> None:
         """`segments` ascend and do not overlap, in queries as in keys; none is empty."""
@@ -51,7 +51,7 @@ class Segments:
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The borders of queries and of keys, int32, copied to a device once."""
+        """Return the borders of queries and of keys, int32, copied to a device once."""
         if device not in self._on_device:
             borders = torch.tensor([self.q_borders, self.k_borders], dtype=torch.int32)
             self._on_device[device] = tuple(borders.to(device, non_blocking=True))

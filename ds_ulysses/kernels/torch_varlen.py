@@ -18,6 +18,8 @@ Bounds = tuple[Tensor, Tensor, int, int]
 
 
 class TorchVarlenKernel(Kernel):
+    """The kernel of the variable-length flash attention that ships inside PyTorch."""
+
     name = "torch_varlen"
     device = "cuda"
 

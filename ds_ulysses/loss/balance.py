@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """What the tokens of this shard did, summed over them and over layers."""
+    """The routing of this shard's tokens, summed over them and over layers."""
 
     assigned: Tensor
     """[E]: how often an expert was chosen."""
@@ -67,7 +67,7 @@ def route(logits: Sequence[Tensor], top_k: int, coefficient: float, real: Tensor
 
 
 def balance(totals: Tensor, coefficient: float) -> Penalty:
-    """From the sums of all ranks, [1 + 2 E] of tokens, assignments and probabilities. No token anywhere: loss 0."""
+    """Balance by sums of all ranks, [1 + 2 E] of tokens, assignments and probabilities. No token anywhere: loss 0."""
     num_tokens, (assigned, probabilities) = totals[0].clamp(min=1), totals[1:].chunk(2)
     gradient = len(assigned) * assigned / num_tokens**2
     loss = gradient @ probabilities

@@ -16,19 +16,19 @@ from ds_ulysses.config import IGNORE_INDEX, accumulation_dtype
 
 
 class LogitsTransform(NamedTuple):
-    """What a model does to its logits: x -> cap * tanh(scale * x / cap); no cap if it is 0."""
+    """The change that a model makes to its logits: x -> cap * tanh(scale * x / cap); no cap if it is 0."""
 
     scale: float = 1.0
     cap: float = 0.0
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """In place."""
+        """Transform the logits in place."""
         if self.scale != 1:
             logits.mul_(self.scale)
         return logits.div_(self.cap).tanh_().mul_(self.cap) if self.cap else logits
 
     def slope(self, transformed: Tensor) -> Tensor | float:
-        """The derivative where the result is `transformed`."""
+        """Return the derivative where the result is `transformed`."""
         return (transformed / self.cap).square_().neg_().add_(1).mul_(self.scale) if self.cap else self.scale
 
 
@@ -39,7 +39,7 @@ PLAIN = LogitsTransform()
 def tiled_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, tile_size: int, transform: LogitsTransform = PLAIN
 ) -> Tensor:
-    """Sum of the token losses (0-dim, at least fp32), with the logits of `tile_size` tokens in memory at once.
+    """Sum the token losses (0-dim, at least fp32), with the logits of `tile_size` tokens in memory at once.
 
     `hidden` [..., H], `weight` [V, H] of the output layer, `targets` [...]. Tokens without a target are not
     computed. The logits are formed again in the backward, which keeps one number per token instead of V.
@@ -53,6 +53,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, tile_size: int, transform: LogitsTransform
     ) -> Tensor:
+        """Sum the token losses, a tile at a time."""
         rows = (targets != IGNORE_INDEX).nonzero().squeeze(1)
         lse = hidden.new_empty(len(rows), dtype=accumulation_dtype(hidden.dtype))
         total = lse.new_zeros(())
@@ -67,6 +68,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `hidden` and `weight`."""
         hidden, weight, targets, rows, lse = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None

@@ -23,7 +23,7 @@ from ds_ulysses.loss.balance import Penalty, Routing, balance
 
 
 class StepNormalizer:
-    """Divides the gradient of an optimizer step by the supervised tokens of all its micro-batches and ranks.
+    """The division of an optimizer step's gradient by the supervised tokens of all its micro-batches and ranks.
 
     The first micro-batch sets a reference count by which all are divided as they come; `close` returns what the
     accumulated gradient must then be multiplied by, so that the reference cancels out.
@@ -37,7 +37,7 @@ class StepNormalizer:
         self._num_micro_batches = 0
 
     def weight(self, num_targets: Tensor, num_tokens: Tensor) -> Tensor:
-        """Weight of a micro-batch's gradient; called as its backward begins.
+        """Return the weight of a micro-batch's gradient; called as its backward begins.
 
         `num_targets` and `num_tokens` (0-dim) count supervised and all tokens over all ranks. The latter is the
         reference if the first micro-batch has no target at all.
@@ -62,7 +62,7 @@ class StepNormalizer:
 def causal_lm_loss(
     local_sum: Tensor, targets: Tensor, normalizer: StepNormalizer, routing: Routing | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The mean over all ranks' targets, equal on every rank; its gradient is this rank's part. 1 all-reduce.
+    """Return the mean over all ranks' targets, equal on every rank; its gradient is this rank's part. 1 all-reduce.
 
     `local_sum` (0-dim): sum of the token losses of this shard. `routing`: what its tokens did in a mixture of experts,
     whose balancing loss is added. No target anywhere: loss 0 and gradients 0. Returns the loss, and the balancing loss.
@@ -90,6 +90,7 @@ class _GlobalMean(torch.autograd.Function):
         penalty: Penalty | None,
         normalizer: StepNormalizer,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss, and the balancing loss."""
         loss_sum, num_targets, num_tokens = total.unbind()
         ctx.normalizer = normalizer
         ctx.save_for_backward(num_targets, num_tokens, None if penalty is None else penalty.gradient)
@@ -103,6 +104,7 @@ class _GlobalMean(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _auxiliary: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of this rank's sum and probabilities."""
         num_targets, num_tokens, dprobabilities = ctx.saved_tensors
         weight = grad * ctx.normalizer.weight(num_targets, num_tokens)
         if dprobabilities is not None:

@@ -16,7 +16,7 @@ from ds_ulysses.placement import Placement
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear | None:
-    """The output layer of a causal LM, or None for a bare decoder, whose user brings a loss. Raises `ValueError`."""
+    """Find the output layer of a causal LM; None for a bare decoder, whose user brings a loss. Raises `ValueError`."""
     head = model.get_output_embeddings()
     if head is None:
         return None

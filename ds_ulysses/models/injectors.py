@@ -16,7 +16,7 @@ from ds_ulysses.mixers import DistributedAttention, Mixer
 
 
 class Injector(NamedTuple):
-    """How modules of one kind get their mixer, under the name `attribute`."""
+    """The way modules of one kind get their mixer, under the name `attribute`."""
 
     kind: type[Mixer]
     recognises: Callable[[nn.Module], bool]
@@ -46,20 +46,22 @@ class Place(NamedTuple):
     injector: Injector
 
     def inject(self, topology: Topology) -> None:
+        """Put a new mixer into the module."""
         setattr(self.module, self.injector.attribute, self.injector.make(topology))
 
     def remove(self) -> None:
+        """Take the mixer out of the module."""
         delattr(self.module, self.injector.attribute)
 
     @property
     def mixer(self) -> Mixer:
-        """What was injected."""
+        """The mixer that was injected."""
         mixer: Mixer = getattr(self.module, self.injector.attribute)
         return mixer
 
 
 def find_places(model: PreTrainedModel) -> dict[str, Place]:
-    """All modules that mix tokens, by name; every layer has one or several. Raises `ValueError` if one has none."""
+    """Find all modules that mix tokens, by name; each layer has one or several. Raises `ValueError` if one has none."""
     found = {
         name: Place(module, injector)
         for name, module in model.named_modules()

@@ -12,7 +12,7 @@ from ds_ulysses.config import torch_dtype
 
 
 def load_model_config(name: str) -> Any:
-    """The config of a model by folder or name. Raises `ValueError`."""
+    """Load the config of a model by folder or name. Raises `ValueError`."""
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -20,7 +20,7 @@ def load_model_config(name: str) -> Any:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, alike."""
+    """Load the tokenizer of a model by folder or name. Raises `ValueError`."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -28,18 +28,18 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_model(name: str, dtype: str, config: Any = None) -> Any:
-    """A causal LM with its weights, cast to `dtype` (fp32, bf16, ...); by its own config, or by that one."""
+    """Load a causal LM with its weights, cast to `dtype` (fp32, bf16, ...); by its own config, or by that one."""
     given = {} if config is None else {"config": config}
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype(dtype), **given)
 
 
 def random_model(config: Any, dtype: str) -> Any:
-    """A causal LM by its config, with the weights that transformers draws."""
+    """Make a causal LM by its config, with the weights that transformers draws."""
     return AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype))
 
 
 def answer(folder: str, question: str, max_new_tokens: int = 80) -> str:
-    """The most likely answer of a saved chat model or adapter, cut at `max_new_tokens`."""
+    """Return the most likely answer of a saved chat model or adapter, cut at `max_new_tokens`."""
     has_adapter = (Path(folder) / "adapter_config.json").exists()
     model = (AutoPeftModelForCausalLM if has_adapter else AutoModelForCausalLM).from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

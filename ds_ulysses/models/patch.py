@@ -38,7 +38,7 @@ HARMLESS = {"position_ids", "use_cache", "cache_position", "output_hidden_states
 
 @dataclass
 class Patch:
-    """What was changed in a model, kept on it for `unpatch_model` and the engine."""
+    """The changes made in a model, kept on it for `unpatch_model` and the engine."""
 
     model: PreTrainedModel
     topology: Topology
@@ -99,7 +99,7 @@ def unpatch_model(model: nn.Module) -> None:
 
 
 def find_model(model: nn.Module) -> PreTrainedModel:
-    """The one outermost Hugging Face model in `model`. Raises `ValueError` if there is none, or several."""
+    """Find the one outermost Hugging Face model in `model`. Raises `ValueError` if there is none, or several."""
     found: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(outer + "." if outer else "") for outer in found)

@@ -21,7 +21,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class DocumentRotary:
-    """In place of the forward of a rotary module whose type is in `LENGTH_DEPENDENT`, for some or all of its layers."""
+    """A stand-in for the forward of a rotary module of a type in `LENGTH_DEPENDENT`, for some or all of its layers."""
 
     def __init__(self, module: nn.Module) -> None:
         # A call changes the module's frequencies for later calls: keep them as they were made.
@@ -63,6 +63,6 @@ class DocumentRotary:
 
 
 def length_dependent(module: nn.Module) -> bool:
-    """Whether this is a rotary module of such a type; some have one type per kind of layer."""
+    """Say whether this is a rotary module of a type in `LENGTH_DEPENDENT`; some have one type per kind of layer."""
     kinds = getattr(module, "rope_type", None)
     return any(kind in LENGTH_DEPENDENT for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))

@@ -8,7 +8,7 @@ from ds_ulysses.models import facts
 
 
 def empty_model(config: Any) -> Any:
-    """The model by its config, without weights."""
+    """Make the model by its config, without weights."""
     import torch  # here, so that whoever only plans starts without it
     from transformers import AutoModelForCausalLM
 
@@ -17,12 +17,12 @@ def empty_model(config: Any) -> Any:
 
 
 def num_weights(model: Any) -> int:
-    """All of them."""
+    """Count all weights of a model."""
     return sum(p.numel() for p in model.parameters())
 
 
 def num_active_weights(model: Any) -> float:
-    """Weights that a token is multiplied with: no embeddings, and of all experts those that it is sent to."""
+    """Count the weights that a token is multiplied with: no embeddings, and of all experts those that it is sent to."""
     from torch import nn
 
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

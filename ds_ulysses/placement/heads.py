@@ -33,12 +33,12 @@ class HeadRun(NamedTuple):
 
     @property
     def size_per_kv(self) -> int:
-        """Query heads per KV head."""
+        """The query heads per KV head."""
         return (self.q_stop - self.q_start) // (self.kv_stop - self.kv_start)
 
 
 class HeadGroup(NamedTuple):
-    """Part of a rank's heads that travels and is computed together. Ranges are those of the model's heads."""
+    """A part of a rank's heads that travels and is computed together. Ranges are those of the model's heads."""
 
     q_range: Range
     kv_range: Range
@@ -48,13 +48,13 @@ class HeadGroup(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Query and KV heads that it brings."""
+        """The numbers of query and KV heads that it brings."""
         return self.q_range[1] - self.q_range[0], self.kv_range[1] - self.kv_range[0]
 
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Heads of one attention layer over `sp_size` ranks. Raises `ValueError` if groups are uneven."""
+    """The heads of one attention layer over `sp_size` ranks. Raises `ValueError` if groups are uneven."""
 
     num_heads: int
     num_kv_heads: int
@@ -69,24 +69,24 @@ class HeadSplit:
 
     @property
     def queries_per_kv(self) -> int:
-        """Query heads per KV head."""
+        """The query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     def q_range(self, rank: int) -> Range:
-        """Query heads of a rank; the first `num_heads % sp_size` ranks hold one more, some may hold none."""
+        """Return the query heads of a rank; the first `num_heads % sp_size` ranks hold one more, some may hold none."""
         base, extra = divmod(self.num_heads, self.sp_size)
         start = rank * base + min(rank, extra)
         return start, start + base + (rank < extra)
 
     def kv_range(self, rank: int) -> Range:
-        """KV heads that the query heads of a rank need."""
+        """Return the KV heads that the query heads of a rank need."""
         start, stop = self.q_range(rank)
         if start == stop:
             return 0, 0
         return start // self.queries_per_kv, (stop - 1) // self.queries_per_kv + 1
 
     def counts(self, rank: int) -> tuple[int, int]:
-        """Query and KV heads of a rank."""
+        """Count the query and KV heads of a rank."""
         (q_start, q_stop), (kv_start, kv_stop) = self.q_range(rank), self.kv_range(rank)
         return q_stop - q_start, kv_stop - kv_start
 
@@ -130,7 +130,7 @@ class HeadSplit:
 
     @property
     def num_held(self) -> int:
-        """KV heads of all ranks; more than `num_kv_heads` if several hold the same one."""
+        """The number of KV heads of all ranks; more than `num_kv_heads` if several hold the same one."""
         return sum(self.counts(rank)[1] for rank in range(self.sp_size))
 
     @property
@@ -140,15 +140,15 @@ class HeadSplit:
 
     @property
     def imbalance(self) -> float:
-        """Query heads of the busiest rank over the mean: 1.0 is even."""
+        """The query heads of the busiest rank over the mean: 1.0 is even."""
         return -(-self.num_heads // self.sp_size) * self.sp_size / self.num_heads
 
     def q_channels(self, dim: int) -> tuple[Range, ...]:
-        """Of q, or of the output: the channels (head * dim + i) that each rank attends with."""
+        """Return the channels (head * dim + i) of q, or of the output, that each rank attends with."""
         return tuple(_times(self.q_range(rank), dim) for rank in range(self.sp_size))
 
     def kv_channels(self, dim: int) -> tuple[Range, ...]:
-        """Of k or v, alike."""
+        """Return the channels (head * dim + i) of k or v that each rank attends with."""
         return tuple(_times(self.kv_range(rank), dim) for rank in range(self.sp_size))
 
 
@@ -169,11 +169,11 @@ def _times(bounds: Range, factor: int) -> Range:
 
 @lru_cache
 def split_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> HeadSplit:
-    """The one `HeadSplit` of these numbers, so that its tables are built once, not in every layer."""
+    """Return the one `HeadSplit` of these numbers, so that its tables are built once, not in every layer."""
     return HeadSplit(num_heads, num_kv_heads, sp_size)
 
 
 def stages(num_kv_heads: int) -> list[Range]:
-    """KV heads of each stage."""
+    """Return the KV heads of each stage."""
     count = min(MAX_STAGES, num_kv_heads)
     return [(i * num_kv_heads // count, (i + 1) * num_kv_heads // count) for i in range(count)]

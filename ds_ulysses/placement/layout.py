@@ -36,15 +36,17 @@ class Pieces(NamedTuple):
     stop: Ints
 
     def take(self, index: Ints | NDArray[np.bool_] | slice) -> Pieces:
+        """Return the pieces at an index."""
         return Pieces(*(column[index] for column in self))
 
     @property
     def num_tokens(self) -> Ints:
+        """The number of tokens of each piece."""
         return self.stop - self.start
 
     @property
     def at(self) -> Ints:
-        """Where each begins in its row of a buffer that holds these pieces, row by row."""
+        """The places where each begins in its row of a buffer that holds these pieces, row by row."""
         ends = np.cumsum(self.num_tokens)
         begins = ends - self.num_tokens
         first_of_row = np.searchsorted(self.row, self.row)
@@ -52,7 +54,7 @@ class Pieces(NamedTuple):
 
 
 def lay_out(num_tokens: int, num_rows: int, documents: Ints, ring_size: int, layout: str) -> list[Pieces]:
-    """For each ring rank, the pieces that it holds, by row and place in the row.
+    """Return the pieces that each ring rank holds, by row and place in the row.
 
     `documents` [N, 3] of (row, start, stop) do not overlap; what they leave uncovered is laid out like one more
     document. Every ring rank holds num_tokens / ring_size tokens of each row; `num_tokens` must be a multiple of
@@ -74,7 +76,7 @@ def cut(pieces: Pieces, num_tokens: int, num_parts: int) -> list[Pieces]:
 
 
 def token_index(pieces: Pieces, num_rows: int) -> Ints:
-    """[tokens per row, num_rows]: the place in its row of each token of these pieces."""
+    """Return the place in its row of each token of these pieces: [tokens per row, num_rows]."""
     lengths = pieces.num_tokens
     shift = pieces.start - (np.cumsum(lengths) - lengths)
     places = np.arange(lengths.sum()) + np.repeat(shift, lengths)

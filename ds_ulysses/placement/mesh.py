@@ -28,7 +28,7 @@ UNEVEN = 1.25
 
 
 class Machine(NamedTuple):
-    """What the choice depends on besides the config."""
+    """The facts that the choice depends on besides the config."""
 
     ranks_per_node: int
     heads: tuple[int, int] | None = None
@@ -37,7 +37,7 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """How a sequence-parallel group works together."""
+    """The way a sequence-parallel group works together."""
 
     strategy: str
     ulysses_size: int
@@ -111,7 +111,7 @@ def _choose(sizes: list[tuple[int, int]], packed: bool, machine: Machine) -> tup
 
 
 def cost(sizes: tuple[int, int], machine: Machine) -> float:
-    """Bytes of a layer in heads per token, those between nodes weighing `SLOW` times those within one."""
+    """Count the bytes of a layer in heads per token, those between nodes weighing `SLOW` times those within one."""
     assert machine.heads is not None
     (ulysses_size, ring_size), (num_heads, num_kv_heads) = sizes, machine.heads
     split, node = HeadSplit(num_heads, num_kv_heads, ulysses_size), machine.ranks_per_node

@@ -26,7 +26,7 @@ Derived = TypeVar("Derived")
 
 @dataclass(frozen=True, eq=False)
 class Placement(OpaqueBase):  # opaque to torch.compile, so that ops can be handed it as it is
-    """Immutable. Everybody has an equal share: S tokens of each row."""
+    """The place of a micro-batch's tokens. Immutable. Everybody has an equal share: S tokens of each row."""
 
     mesh: Mesh
     sp_rank: int
@@ -43,26 +43,32 @@ class Placement(OpaqueBase):  # opaque to torch.compile, so that ops can be hand
 
     @property
     def ulysses_size(self) -> int:
+        """The number of ranks of a Ulysses group."""
         return self.mesh.ulysses_size
 
     @property
     def ring_size(self) -> int:
+        """The number of ranks of the ring."""
         return self.mesh.ring_size
 
     @property
     def head_groups(self) -> int:
+        """The number of head groups."""
         return self.mesh.head_groups
 
     @property
     def ulysses_rank(self) -> int:
+        """The rank's place at the Ulysses level."""
         return self.sp_rank % self.mesh.ulysses_size
 
     @property
     def ring_rank(self) -> int:
+        """The rank's place at the ring level."""
         return self.sp_rank // self.mesh.ulysses_size
 
     @property
     def sp_size(self) -> int:
+        """The number of ranks that share a sequence."""
         return self.mesh.ulysses_size * self.mesh.ring_size
 
     @property
@@ -72,33 +78,33 @@ class Placement(OpaqueBase):  # opaque to torch.compile, so that ops can be hand
 
     @property
     def document_table(self) -> Ints | None:
-        """[N, 3]: row, start and stop of each document; None if every row is one from end to end."""
+        """The row, start and stop of each document, [N, 3]; None if every row is one from end to end."""
         if self.documents is None:
             return None
         return np.frombuffer(self.documents, dtype=np.int32).reshape(-1, 3).astype(np.int64)
 
     def derived(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
-        """What follows from this placement, by a key that says all else that it depends on; made once."""
+        """Return what follows from this placement, by a key that says all else that it depends on; made once."""
         if key not in self._derived:
             self._derived[key] = make()
         found: Derived = self._derived[key]
         return found
 
     def geometry(self, left: int = -1, right: int = 0, num_parts: int = 1) -> Geometry:
-        """What the schedule under a mask depends on; `num_parts`: shards in which a ring rank's keys leave."""
+        """Return what the schedule under a mask depends on; `num_parts`: shards in which a ring rank's keys leave."""
         mesh = self.mesh
         return Geometry(
             self.num_tokens, mesh.ring_size, mesh.layout, left, right, self.documents, self.num_rows, num_parts
         )
 
     def token_places(self) -> Ints:
-        """[num_rows, S]: which tokens of each row this rank holds, and in which order."""
+        """Return which tokens of each row this rank holds, and in which order: [num_rows, S]."""
         mesh = self.mesh
         parts = cut(held_by(self.geometry())[self.ring_rank], self.num_tokens // mesh.ring_size, mesh.ulysses_size)
         return token_index(parts[self.ulysses_rank], self.num_rows).T
 
     def document_lengths(self, num_rows: int) -> Ints:
-        """[num_rows, S]: tokens of the document that each token of this rank's shard is in; 0 in padding."""
+        """Return the tokens of the document that each token of this rank's shard is in: [num_rows, S]; 0 in padding."""
         if self.document_table is None:
             return np.full((num_rows, self.num_tokens // self.sp_size), self.num_tokens)
         row, start, stop = self.document_table.T

@@ -24,7 +24,7 @@ from ds_ulysses.placement.layout import NOT_A_DOCUMENT, Ints, Pieces, cut, lay_o
 
 @dataclass(frozen=True)
 class Geometry:
-    """All that a schedule depends on."""
+    """All the facts that a schedule depends on."""
 
     num_tokens: int
     """Of a row."""
@@ -41,15 +41,16 @@ class Geometry:
 
     @property
     def tokens_per_ring_rank(self) -> int:
+        """The tokens of a row that each ring rank holds."""
         return self.num_tokens // self.ring_size
 
     def without_mask(self) -> Geometry:
-        """The layout, which layers with and without a window share, and both ways of sending keys."""
+        """Return the layout, which layers with and without a window share, and both ways of sending keys."""
         return replace(self, left=-1, right=0, num_parts=1)
 
 
 def pack_documents(documents: Iterable[tuple[int, int, int]]) -> bytes:
-    """(row, start, stop) of each document, as 32-bit integers: quick to compare, and what a tensor of them holds."""
+    """Pack (row, start, stop) of documents as 32-bit integers: quick to compare, and what a tensor of them holds."""
     return b"".join(struct.pack("3i", *document) for document in documents)
 
 
@@ -62,12 +63,12 @@ class Slice(NamedTuple):
 
 
 def num_tokens(slices: Iterable[Slice]) -> int:
-    """Of all of them together."""
+    """Count the tokens of all slices together."""
     return sum(piece.stop - piece.start for piece in slices)
 
 
 class Pair(NamedTuple):
-    """Queries [q_start, q_stop) of a row of the shard see keys [k_start, k_stop) of the block, masked."""
+    """The queries [q_start, q_stop) of a row of the shard that see keys [k_start, k_stop) of the block, masked."""
 
     row: int
     q_start: int
@@ -79,7 +80,7 @@ class Pair(NamedTuple):
 
     @property
     def num_seen(self) -> int:
-        """Query-key pairs that the mask leaves."""
+        """The number of query-key pairs that the mask leaves."""
         num_q, num_k = self.q_stop - self.q_start, self.k_stop - self.k_start
         too_new = _triangle(num_q - 1 - self.right, num_q) if self.right >= 0 else 0
         too_old = _triangle(num_k - 1 - self.left, num_q) if self.left >= 0 else 0
@@ -87,7 +88,7 @@ class Pair(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a ring rank does at one distance."""
+    """The work of a ring rank at one distance."""
 
     distance: int
     send: tuple[tuple[Slice, ...], ...]
@@ -104,7 +105,7 @@ class Step(NamedTuple):
 # Packed batches have a schedule each, and those of thousands of documents are large: only a few are kept.
 @lru_cache(maxsize=8)
 def make_schedule(geometry: Geometry, ring_rank: int) -> tuple[Step, ...]:
-    """The steps of a ring rank, its own keys first. All ranks take the same, so that messages pair up in order."""
+    """Return the steps of a ring rank, its own keys first. All take the same, so that messages pair up in order."""
     steps = []
     for distance in _distances(geometry):
         source, target = (ring_rank - distance) % geometry.ring_size, (ring_rank + distance) % geometry.ring_size
@@ -117,14 +118,14 @@ def make_schedule(geometry: Geometry, ring_rank: int) -> tuple[Step, ...]:
 
 @lru_cache(maxsize=8)
 def gathered_pairs(geometry: Geometry, ring_rank: int) -> tuple[Pair, ...]:
-    """Pairs of a ring rank with the keys of all, in the order of the row. No query is in two of them."""
+    """Return the pairs of a ring rank with the keys of all, in the order of the row. No query is in two of them."""
     everything = _held(replace(geometry.without_mask(), ring_size=1), 0, 1)
     return _merge(_encounters(_held(geometry.without_mask(), ring_rank, 1), everything, geometry))
 
 
 @lru_cache(maxsize=8)
 def held_by(geometry: Geometry) -> list[Pieces]:
-    """The pieces of each ring rank."""
+    """Return the pieces of each ring rank."""
     if geometry.documents is None:
         documents = np.array([[0, 0, geometry.num_tokens]])
     else:

@@ -30,7 +30,7 @@ RUNTIME = 3 * GIB
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model."""
+    """The sizes of a model."""
 
     num_weights: int
     num_active: float
@@ -47,7 +47,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Of one GPU, and of the links to others, in bytes per second that a rank reaches."""
+    """The figures of one GPU, and of the links to others, in bytes per second that a rank reaches."""
 
     memory: float = 79.6 * GIB
     peak_flops: float = 989e12
@@ -56,13 +56,13 @@ class Hardware:
     gpus_per_node: int = 8
 
     def bandwidth(self, num_ranks: int) -> float:
-        """Between so many consecutive ranks, which are on one node or not."""
+        """Return the bandwidth between so many consecutive ranks, which are on one node or not."""
         return self.node_bandwidth if num_ranks <= self.gpus_per_node else self.network_bandwidth
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a step is run."""
+    """The way in which a step is run."""
 
     num_ranks: int
     tokens: int
@@ -74,16 +74,17 @@ class Setup:
 
     @property
     def sp_size(self) -> int:
+        """The number of ranks that share a sequence."""
         return self.mesh.ulysses_size * self.mesh.ring_size
 
     @property
     def shard(self) -> int:
-        """Tokens of a rank."""
+        """The tokens of a rank."""
         return -(-self.tokens // self.sp_size)
 
 
 def memory(model: ModelShape, setup: Setup) -> dict[str, float]:
-    """Bytes of a rank at its peak, by part."""
+    """Return the bytes of a rank at its peak, by part."""
     ranks = setup.num_ranks
     sharded = [ranks if setup.zero_stage >= stage else 1 for stage in (1, 2, 3)]
     output_layer = model.vocab_size * model.hidden_size
@@ -102,7 +103,7 @@ def memory(model: ModelShape, setup: Setup) -> dict[str, float]:
 
 
 def step_time(model: ModelShape, setup: Setup, hardware: Hardware) -> dict[str, float]:
-    """Seconds of a micro-batch, forward and backward, by part; a causal row that is one document."""
+    """Return the seconds of a micro-batch, forward and backward, by part; a causal row that is one document."""
     products = 8 * model.num_active * setup.shard
     attention = 4.5 * model.num_layers * 2 * setup.tokens * setup.shard * model.num_heads * model.head_dim
     piece = setup.tokens / (
@@ -124,7 +125,7 @@ def step_time(model: ModelShape, setup: Setup, hardware: Hardware) -> dict[str, 
 
 
 def sent(model: ModelShape, setup: Setup) -> dict[str, float]:
-    """Bytes that a rank sends in a micro-batch, by level; the forward's twice, as it is computed again."""
+    """Count the bytes that a rank sends in a micro-batch, by level; the forward's twice, as it is computed again."""
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, setup.shard * setup.sp_size, "bf16")
     entries = predict(shape, setup.mesh)
     return {
@@ -135,7 +136,10 @@ def sent(model: ModelShape, setup: Setup) -> dict[str, float]:
 
 
 def longest_row(model: ModelShape, setup: Setup, hardware: Hardware) -> int:
-    """Tokens of the longest row that fits; 0 if not even a tile for each rank does. Memory is linear from there on."""
+    """Return the tokens of the longest row that fits; 0 if not even a tile for each rank does.
+
+    Memory is linear from there on.
+    """
     at, further = (
         sum(memory(model, replace(setup, tokens=n * setup.tile_size * setup.sp_size)).values()) for n in (1, 2)
     )

@@ -39,16 +39,17 @@ class AttentionShape:
 
     @property
     def out_dim(self) -> int:
+        """The channels of a head of values and the output."""
         return self.value_dim or self.head_dim
 
     @property
     def kv_dim(self) -> int:
-        """Channels of a KV head, key and value side by side."""
+        """The channels of a KV head, key and value side by side."""
         return self.head_dim + self.out_dim
 
 
 def predict(shape: AttentionShape, mesh: Mesh, sp_rank: int = 0) -> list[Entry]:
-    """The ledger's entries of a rank of the sequence-parallel group, forward and backward, in no particular order."""
+    """Return the ledger's entries of a rank of the sequence-parallel group, forward and backward, in no set order."""
     ring_rank, ulysses_rank = divmod(sp_rank, mesh.ulysses_size)
     if mesh.strategy == "all_gather":
         return list(_all_gather(shape, mesh))
@@ -66,7 +67,7 @@ class _Counter:
         self.spreads_keys = mesh.ring_size > 1 and self.split.shares_kv_heads
 
     def exchange(self) -> Iterator[Entry]:
-        """Of q, k and v, of out, and of their gradients, in head groups."""
+        """Yield the exchanges of q, k and v, of out, and of their gradients, in head groups."""
         if not self.others:
             return
         shape, mesh = self.shape, self.mesh
@@ -84,7 +85,7 @@ class _Counter:
                 yield Entry("all_to_all", "ulysses", shape.dtype, channels * unit, direction)
 
     def ring(self, ring_rank: int) -> Iterator[Entry]:
-        """Blocks out and their gradients home, and their spreading over the Ulysses group if there is one."""
+        """Yield blocks out and their gradients home, and their spreading over the Ulysses group if there is one."""
         shape, mesh = self.shape, self.mesh
         packed = shape.documents is not None
         rows = shape.batch_size if packed else 1

@@ -19,7 +19,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for."""
+    """The sequence, model and GPUs that are asked for."""
 
     config: Any
     """Of a Hugging Face model."""
@@ -29,7 +29,7 @@ class Wish:
 
 
 def plan(wish: Wish) -> tuple[str, dict[str, Any] | None]:
-    """A page for people, and the DeepSpeed JSON of the best way; None if none fits. Raises `ValueError`."""
+    """Return a page for people, and the DeepSpeed JSON of the best way; None if none fits. Raises `ValueError`."""
     config = wish.config
     refuse_unsupported_model(config)
     model = shape_of(config)
@@ -50,7 +50,7 @@ def plan(wish: Wish) -> tuple[str, dict[str, Any] | None]:
 
 
 def shape_of(config: Any) -> ModelShape:
-    """By the config; weights are counted without making them."""
+    """Return the sizes of a model by its config; weights are counted without making them."""
     model = empty_model(config)
     return ModelShape(
         num_weights=num_weights(model),
@@ -113,7 +113,7 @@ def _details(model: ModelShape, best: Setup, hardware: Hardware) -> list[str]:
 
 
 def deepspeed_json(way: Setup) -> dict[str, Any]:
-    """Ready for `--deepspeed`; what the trainer's arguments decide is "auto"."""
+    """Return JSON that is ready for `--deepspeed`; what the trainer's arguments decide is "auto"."""
     zero: dict[str, Any] = {"stage": way.zero_stage, "overlap_comm": True, "contiguous_gradients": True}
     if way.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}

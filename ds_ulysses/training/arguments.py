@@ -190,7 +190,7 @@ class SftArguments:
 
 
 def parse_arguments(argv: list[str] | None = None) -> SftArguments:
-    """Flags, over the values of `--config recipe.yaml` if there is one. Raises `ValueError`."""
+    """Parse flags, over the values of `--config recipe.yaml` if there is one. Raises `ValueError`."""
     argv = sys.argv[1:] if argv is None else argv
     recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     recipe.add_argument("--config")

@@ -47,7 +47,7 @@ def build_engine(arguments: SftArguments, start: Start, num_steps: int) -> Seque
 
 
 def load_trained(arguments: SftArguments, config: dict[str, Any]) -> nn.Module:
-    """With its adapter, if it gets one. Raises `ValueError` for layers that an adapter cannot be put on."""
+    """Load the model, with an adapter if it gets one. Raises `ValueError` for layers that cannot have an adapter."""
     zero3 = HfDeepSpeedConfig(config) if zero_stage(config) == 3 else None  # transformers looks for a live one
     model = load_model(arguments.model_name_or_path, compute_dtype(config))
     del zero3
@@ -57,7 +57,7 @@ def load_trained(arguments: SftArguments, config: dict[str, Any]) -> nn.Module:
 
 
 def with_adapter(model: nn.Module, arguments: SftArguments) -> nn.Module:
-    """The model wrapped by peft, only its adapter to be trained."""
+    """Wrap the model by peft, only its adapter to be trained."""
     targets: Any = arguments.lora_target_modules
     config = LoraConfig(
         r=arguments.lora_r,

@@ -15,18 +15,19 @@ from ds_ulysses.models import find_model
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over all supervised tokens."""
+    """The means over all supervised tokens."""
 
     loss: float
     num_targets: int
 
     @property
     def perplexity(self) -> float:
+        """The perplexity that the loss stands for."""
         return math.exp(min(self.loss, 700.0))
 
 
 def evaluate(engine: SequenceParallelEngine, samples: Samples, batching: Batching) -> Evaluation:
-    """Every sample once. Collective. Neither gradients nor random numbers are touched; call it between steps.
+    """Evaluate each sample once. Collective. Neither gradients nor random numbers are touched; call it between steps.
 
     The balancing loss of experts, which is a means to train them, is left out.
     """

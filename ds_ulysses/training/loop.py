@@ -20,7 +20,7 @@ from ds_ulysses.training.watching.spikes import SpikeWatch
 
 
 def train(run: Run) -> bool:
-    """All steps that are left; False if the run was asked to stop before, and left a checkpoint. Collective.
+    """Take all steps that are left; False if the run was asked to stop before, and left a checkpoint. Collective.
 
     Raises `NotFinite` unless such steps are to be skipped.
     """
@@ -51,7 +51,7 @@ def train(run: Run) -> bool:
 
 
 def is_due(run: Run, step: ReadyStep, strategy: str, every: int, at_end: bool = False) -> bool:
-    """Whether something that happens every few steps or every epoch comes after this one."""
+    """Say whether something that happens every few steps or every epoch comes after this one."""
     if at_end and strategy != "no" and run.progress.step == run.num_steps:
         return True
     if strategy == "epoch":
@@ -60,13 +60,13 @@ def is_due(run: Run, step: ReadyStep, strategy: str, every: int, at_end: bool = 
 
 
 def evaluate_now(run: Run) -> Evaluation:
-    """With the weights as they are."""
+    """Evaluate with the weights as they are."""
     assert run.eval_samples is not None and run.eval_batching is not None  # noqa: PT018
     return evaluate(run.engine, run.eval_samples, run.eval_batching)
 
 
 def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog, spikes: SpikeWatch) -> None:
-    """Train on it, and say so."""
+    """Train on one step, and say so."""
     learning_rate = run.engine.get_lr()[0]
     trained = train_step(run.engine, step)
     if (left_out := guard.left_out()) and not run.arguments.skip_nonfinite_steps:
@@ -90,7 +90,7 @@ def one_step(run: Run, step: ReadyStep, guard: StepGuard, log: TrainingLog, spik
 
 
 class Trained(NamedTuple):
-    """What an optimizer step gave."""
+    """The result of an optimizer step."""
 
     loss: float
     """The mean over the targets of all its samples."""
@@ -100,7 +100,7 @@ class Trained(NamedTuple):
 
 
 def train_step(engine: SequenceParallelEngine, step: ReadyStep) -> Trained:
-    """One optimizer step."""
+    """Take one optimizer step."""
     losses = []
     with ledger() as book:
         for batch in step.batches:

@@ -20,7 +20,7 @@ def overview(
     batching: Batching,
     eval_samples: Samples | None = None,
 ) -> str:
-    """Mesh, batch, padding, balance, heads, kernel, communication and the DeepSpeed settings in force, for people."""
+    """Tell people the mesh, batch, padding, balance, heads, kernel, communication and DeepSpeed settings in force."""
     (config, model_config, topology, *_), survey = start, None
     if isinstance(samples, Samples):
         survey = survey_epoch(samples.documents, len(samples), batching, topology.sp_size)

@@ -55,14 +55,14 @@ def check_output(arguments: SftArguments) -> None:
 
 
 def share_cores() -> None:
-    """On a CPU, ranks would otherwise each start a thread per core and wait for one another."""
+    """Share out a CPU's cores: ranks would otherwise each start a thread per core and wait for one another."""
     if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
         ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
 
 
 def choose_batching(arguments: SftArguments, start: Start) -> Batching:
-    """How samples are put together. Raises `ValueError` for batch sizes that contradict each other."""
+    """Choose how samples are put together. Raises `ValueError` for batch sizes that contradict each other."""
     return Batching(
         sizes=resolve_batch_sizes(start.config, start.topology.dp_size),
         dp_size=start.topology.dp_size,
@@ -75,13 +75,13 @@ def choose_batching(arguments: SftArguments, start: Start) -> Batching:
 
 
 def choose_eval_batching(arguments: SftArguments, batching: Batching) -> Batching:
-    """The same for evaluation, without accumulation."""
+    """Choose the batching of evaluation: the same, without accumulation."""
     micro = arguments.per_device_eval_batch_size or batching.sizes.micro
     return replace(batching, sizes=BatchSizes(micro * batching.dp_size, micro, 1))
 
 
 def num_steps_of(arguments: SftArguments, samples: Samples | Stream, batching: Batching) -> int:
-    """Optimizer steps of the run: as many as are asked for, or as the epochs make."""
+    """Count the optimizer steps of the run: as many as are asked for, or as the epochs make."""
     if arguments.max_steps > 0:
         return arguments.max_steps
     assert isinstance(samples, Samples), "a stream comes with --max_steps"

@@ -10,7 +10,7 @@ from ds_ulysses.training.arguments import SftArguments
 
 
 def read_data(arguments: SftArguments, tokenizer: Any) -> Samples | Stream:
-    """What to train on: all datasets, tokenised and mixed. Collective. Raises `ValueError` on every rank."""
+    """Read what to train on: all datasets, tokenised and mixed. Collective. Raises `ValueError` on every rank."""
 
     def mixed() -> Any:
         parts = [
@@ -25,7 +25,7 @@ def read_data(arguments: SftArguments, tokenizer: Any) -> Samples | Stream:
 
 
 def read_eval_data(arguments: SftArguments, tokenizer: Any) -> Samples | None:
-    """What to evaluate on, if anything, alike."""
+    """Read what to evaluate on, if anything. Collective. Raises `ValueError` on every rank."""
     if not arguments.eval_dataset:
         return None
 

@@ -16,7 +16,7 @@ from ds_ulysses.training.evaluation import Evaluation
 
 @dataclass
 class Progress:
-    """What a checkpoint says of the run, besides DeepSpeed's state."""
+    """The part of a checkpoint that tells of the run, besides DeepSpeed's state."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -37,7 +37,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """All that training needs."""
+    """All that a training run needs."""
 
     arguments: SftArguments
     engine: SequenceParallelEngine
@@ -53,6 +53,7 @@ class Run:
 
     @property
     def rank(self) -> int:
+        """The rank's place among all ranks."""
         return self.engine.topology.rank
 
     @property
@@ -62,11 +63,12 @@ class Run:
 
     @property
     def output_dir(self) -> Path:
+        """The folder that the run writes into."""
         return Path(self.arguments.output_dir)
 
 
 def facts_of_steps(arguments: SftArguments, samples: Samples | Stream, batching: Batching) -> dict[str, Any]:
-    """What decides which samples a step takes, and what it trains: a run that goes on must have the same."""
+    """Return what decides which samples a step takes, and what it trains: a run that goes on must have the same."""
     return {
         "samples": len(samples) if isinstance(samples, Samples) else "a stream",
         "tokens": int(samples.lengths.sum()) if isinstance(samples, Samples) else None,
@@ -80,5 +82,5 @@ def facts_of_steps(arguments: SftArguments, samples: Samples | Stream, batching:
 
 
 def facts_of_ranks(start: Start) -> dict[str, int]:
-    """What decides how DeepSpeed cuts its state."""
+    """Return what decides how DeepSpeed cuts its state."""
     return {"ranks": start.topology.world_size, "ZeRO stage": zero_stage(start.config)}

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -19,6 +20,9 @@ FILES = sorted(PACKAGE.glob("**/*.py"))
 AROUND = sorted(path for folder in ("train", "benchmarks", "tests") for path in (ROOT / folder).glob("**/*.py"))
 SPEAKING = {"new_group", "all_to_all_single", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "isend"}
 SPEAKING |= {"all_gather_into_tensor", "reduce_scatter_tensor", "irecv", "batch_isend_irecv", "all_gather_object"}
+FRAGMENTS = {"Of", "As", "By", "On", "In", "At", "For", "With", "To", "From", "That", "Alike"}
+FRAGMENTS |= {"Between", "Its", "Their"}
+"""Words that begin what is no sentence."""
 
 
 def table(first_column: str) -> list[list[str]]:
@@ -137,6 +141,28 @@ def test_files_and_functions_stay_short(path: Path) -> None:
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 40, node.name
             assert len(node.args.args) + len(node.args.kwonlyargs) <= (8 if path in FILES else 40), node.name
+
+
+def public(node: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Classes, functions and methods in it whose names are public, but for overloads; none inside a function."""
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            overload = any("overload" in ast.unparse(decorator) for decorator in child.decorator_list)
+            if not child.name.startswith("_") and not overload:
+                yield child
+        if isinstance(child, ast.ClassDef):
+            yield from public(child)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_public_docstrings_are_sentences(path: Path) -> None:
+    for node in public(ast.parse(path.read_text())):
+        first = (ast.get_docstring(node) or "").split("\n\n")[0]
+        sentence = re.match(r"[A-Z`].*?[.](?=\s|$)", first, re.DOTALL)
+        assert sentence, f"{node.name}: {first!r}"
+        words = sentence[0].split()
+        assert len(words) > 2, f"{node.name}: {first!r}"
+        assert words[0].strip(",:;") not in FRAGMENTS, f"{node.name}: {first!r}"
 
 
 def test_the_ground_floor_is_light() -> None:

@@ -33,7 +33,10 @@ from ds_ulysses.placement import Placement, Range, held_by, token_index
 def all_gather_attention(
     q: Tensor, k: Tensor, v: Tensor, placement: Placement, sinks: Tensor | None, settings: str
 ) -> Tensor:
-    """q [B, n, H, D], k [B, n, K, D], v [B, n, K, E] -> [B, n, H, E]; `sinks` [H] or None."""
+    """Attend to keys that are gathered: q [B, n, H, D], k [B, n, K, D], v [B, n, K, E] -> [B, n, H, E].
+
+    `sinks` [H] or None.
+    """
     value_dim = v.shape[3]
     q, kv = q.flatten(2).transpose(0, 1), keys_and_values_of_shard(k, v)
     out, _ = torch.ops.ds_ulysses.all_gather_attention(q, kv, placement, sinks, settings)

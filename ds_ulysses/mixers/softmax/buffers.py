@@ -14,12 +14,12 @@ from ds_ulysses.kernels import Triple
 
 
 def heads(buffer: Tensor, dim: int) -> Tensor:
-    """[N, B, channels] -> [B, N, heads, dim], a view."""
+    """View [N, B, channels] as [B, N, heads, dim]."""
     return buffer.transpose(0, 1).unflatten(-1, (buffer.shape[-1] // dim, dim))
 
 
 def queries_keys_values(buffer: Tensor, counts: tuple[int, int], dims: tuple[int, int]) -> Triple:
-    """[N, B, H * D + K * (D + E)] of `counts` H, K -> q [B, N, H, D], k [B, N, K, D], v [B, N, K, E], views."""
+    """View [N, B, H * D + K * (D + E)] of `counts` H, K as q [B, N, H, D], k [B, N, K, D], v [B, N, K, E]."""
     (num_heads, num_kv_heads), (head_dim, value_dim) = counts, dims
     sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * value_dim]
     q, k, v = buffer.split(sizes, dim=-1)
@@ -27,11 +27,11 @@ def queries_keys_values(buffer: Tensor, counts: tuple[int, int], dims: tuple[int
 
 
 def keys_and_values(buffer: Tensor, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """[N, B, K * (D + E)] -> k [B, N, K, D] and v [B, N, K, E], views."""
+    """View [N, B, K * (D + E)] as k [B, N, K, D] and v [B, N, K, E]."""
     _, k, v = queries_keys_values(buffer, (0, buffer.shape[-1] // sum(dims)), dims)
     return k, v
 
 
 def keys_and_values_of_shard(k: Tensor, v: Tensor) -> Tensor:
-    """k [B, S, K, D] and v [B, S, K, E] -> [S, B, K * (D + E)], in one copy."""
+    """Join k [B, S, K, D] and v [B, S, K, E] -> [S, B, K * (D + E)], in one copy."""
     return torch.cat([k.flatten(2).transpose(0, 1), v.flatten(2).transpose(0, 1)], dim=-1)

@@ -29,7 +29,7 @@ from ds_ulysses.placement import (
 
 
 class Settings(NamedTuple):
-    """How a layer attends. Head counts are those of the model."""
+    """The settings of an attention layer. Head counts are those of the model."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,22 +45,23 @@ class Settings(NamedTuple):
 
     @property
     def kv_dim(self) -> int:
-        """Channels of a KV head, key and value side by side."""
+        """The channels of a KV head, key and value side by side."""
         return self.head_dim + self.value_dim
 
     def encode(self) -> str:
+        """Write the settings as a string."""
         return ";".join(map(str, self))
 
 
 @lru_cache(maxsize=256)
 def decode(text: str) -> Settings:
-    """Undo `Settings.encode`."""
+    """Return the settings that `Settings.encode` wrote."""
     kinds = get_type_hints(Settings).values()
     return Settings._make(kind(value) for kind, value in zip(kinds, text.split(";"), strict=True))
 
 
 class Exchange(NamedTuple):
-    """Channels that each rank of a Ulysses group attends with."""
+    """The channels that each rank of a Ulysses group attends with."""
 
     qkv: ChannelTable
     q: ChannelTable
@@ -70,39 +71,39 @@ class Exchange(NamedTuple):
 
 @lru_cache(maxsize=64)
 def exchange_of(split: HeadSplit, head_dim: int, value_dim: int) -> Exchange:
-    """For heads of these dims: of queries and keys, and of values and the output."""
+    """Return the exchange of heads of these dims: of queries and keys, and of values and the output."""
     q, keys, values = split.q_channels(head_dim), split.kv_channels(head_dim), split.kv_channels(value_dim)
     tables = map(ChannelTable, ([q, keys, values], [q], [keys, values], [split.q_channels(value_dim)]))
     return Exchange(*tables)
 
 
 def local_heads(placement: Placement, settings: Settings) -> tuple[int, int]:
-    """Query and KV heads of this rank."""
+    """Count the query and KV heads of this rank."""
     split = split_heads(settings.num_heads, settings.num_kv_heads, placement.ulysses_size)
     return split.counts(placement.ulysses_rank)
 
 
 def call_of(placement: Placement, settings: str) -> Call:
-    """The one `Call` of layers with these settings."""
+    """Return the one `Call` of layers with these settings."""
     return placement.derived(settings, lambda: Call(decode(settings), placement))
 
 
 class Stage(NamedTuple):
-    """KV heads that all_gather attention gathers at a time."""
+    """The KV heads that all_gather attention gathers at a time."""
 
     kv_heads: Range
     calls: tuple[KernelCall, ...]
 
 
 class GroupTables(NamedTuple):
-    """Channels that each rank gets with a head group."""
+    """The channels that each rank gets with a head group."""
 
     qkv: ChannelTable
     out: ChannelTable
 
 
 class Call:
-    """Who attends with which heads to what, in which order."""
+    """The work of layers: who attends with which heads to what, in which order."""
 
     def __init__(self, settings: Settings, placement: Placement) -> None:
         self.settings, self.placement = settings, placement
@@ -121,18 +122,18 @@ class Call:
 
     @cached_property
     def steps(self) -> tuple[tuple[Step, tuple[KernelCall, ...]], ...]:
-        """Of the ring: what travels at each, and what is computed of it."""
+        """The steps of the ring: what travels at each, and what is computed of it."""
         schedule = make_schedule(self.geometry, self.placement.ring_rank)
         return tuple((step, self._calls(step.pairs, self._runs, joined=True, may_cross=True)) for step in schedule)
 
     @cached_property
     def local_calls(self) -> tuple[KernelCall, ...]:
-        """Of Ulysses: this rank's heads over the whole sequence."""
+        """The kernel calls of Ulysses: this rank's heads over the whole sequence."""
         return self._gathered(self._runs, may_cross=False)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Of all_gather: query heads by their place among all, KV heads by that in the stage."""
+        """The stages of all_gather: query heads by their place among all, KV heads by that in the stage."""
         size = self.split.queries_per_kv
         return tuple(
             Stage((start, stop), self._gathered([HeadRun(start * size, stop * size, 0, stop - start)], may_cross=True))
@@ -141,12 +142,12 @@ class Call:
 
     @cached_property
     def head_groups(self) -> tuple[HeadGroup, ...]:
-        """Of Ulysses in head groups: those of this rank."""
+        """The head groups of this rank, where Ulysses works in head groups."""
         return tuple(self.split.groups(self.placement.ulysses_rank, self.placement.head_groups))
 
     @cached_property
     def group_calls(self) -> tuple[tuple[tuple[int, KernelCall], ...], ...]:
-        """Of each head group: kernel calls, each with the index of the group that brought its keys."""
+        """The kernel calls of each head group, each with the index of the group that brought its keys."""
         return tuple(
             tuple((owner, call) for owner, run in group.runs for call in self._gathered([run], may_cross=False))
             for group in self.head_groups
@@ -154,7 +155,7 @@ class Call:
 
     @cached_property
     def group_tables(self) -> tuple[GroupTables, ...]:
-        """Of each head group: what of q, k and v, and of the output, each rank gets with it."""
+        """The tables of each head group: what of q, k and v, and of the output, each rank gets with it."""
         count, size = self.placement.head_groups, self.placement.ulysses_size
         tables = []
         for groups in zip(*(self.split.groups(rank, count) for rank in range(size)), strict=True):

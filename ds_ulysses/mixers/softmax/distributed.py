@@ -69,9 +69,10 @@ class DistributedAttention(Mixer):
         self._whole_rows: Placement | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """query [B, S, H, D], key [B, S, K, D], value [B, S, K, E] -> [B, S, H, E]. S must be equal on all ranks.
+        """Attend with query [B, S, H, D] to key [B, S, K, D] and value [B, S, K, E] -> [B, S, H, E].
 
-        Which tokens a rank holds, the topology's layout says: see `Placement.token_places`.
+        S must be equal on all ranks. Which tokens a rank holds, the topology's layout says: see
+        `Placement.token_places`.
 
         With the built-in kernels, the further arguments are those of `attend`; otherwise they go to
         `local_attention`. Raises `ValueError` for shapes that do not fit together.
@@ -119,7 +120,7 @@ class DistributedAttention(Mixer):
 
     @torch.compiler.disable  # it makes an object that compiled code can only be handed
     def whole_rows(self, num_tokens: int) -> Placement:
-        """The placement of rows of one document each, of which this rank holds `num_tokens`."""
+        """Return the placement of rows of one document each, of which this rank holds `num_tokens`."""
         last = self._whole_rows
         if last is None or last.num_tokens != num_tokens * last.sp_size:
             if self.topology is None:
@@ -130,6 +131,7 @@ class DistributedAttention(Mixer):
         return last
 
     def extra_repr(self) -> str:
+        """Return what `repr` shows of the layer."""
         mesh = "ulysses" if self.topology is None else str(self.topology.mesh)
         return f"{mesh}, kernel={self.kernel!r}"
 

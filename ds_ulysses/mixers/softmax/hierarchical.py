@@ -23,7 +23,10 @@ from ds_ulysses.placement import Placement, split_heads
 def hierarchical_attention(
     q: Tensor, k: Tensor, v: Tensor, placement: Placement, sinks: Tensor | None, settings: str
 ) -> Tensor:
-    """q [B, S, H, D], k [B, S, K, D], v [B, S, K, E] -> [B, S, H, E]; `sinks` of this rank's heads."""
+    """Attend at both levels: q [B, S, H, D], k [B, S, K, D], v [B, S, K, E] -> [B, S, H, E].
+
+    `sinks` of this rank's heads.
+    """
     head_dim, value_dim = k.shape[3], v.shape[3]
     split = split_heads(q.shape[2], k.shape[2], placement.ulysses_size)
     exchange = exchange_of(split, head_dim, value_dim)

@@ -29,7 +29,7 @@ Chain = list[Pair]
 
 
 class Rows(NamedTuple):
-    """How rows stand in the buffers, and what becomes of what calls find."""
+    """The way rows stand in the buffers, and what becomes of what calls find."""
 
     packed: bool
     """Rows hold documents of their own."""
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """Index of one kernel call in heads views, its mask, and its table if it has several segments."""
+    """The index of one kernel call in heads views, its mask, and its table if it has several segments."""
 
     rows: slice
     key_rows: slice
@@ -52,23 +52,27 @@ class KernelCall(NamedTuple):
     segments: Segments | None
 
     def of_q(self, x: Tensor) -> Tensor:
+        """View its queries in q or out."""
         return x[self.rows, self.queries, self.q_heads]
 
     def of_kv(self, x: Tensor) -> Tensor:
+        """View its keys in k or v."""
         return x[self.key_rows, self.keys, self.kv_heads]
 
     def of_lse(self, x: Tensor) -> Tensor:
+        """View its queries in lse."""
         return x[self.rows, self.q_heads, self.queries]
 
     def of_qkv(self, x: Triple) -> Triple:
+        """View its part of q, k and v."""
         return self.of_q(x[0]), self.of_kv(x[1]), self.of_kv(x[2])
 
     def forward(self, kernel: Kernel, qkv: Triple) -> tuple[Tensor, Tensor]:
-        """out and lse of its queries."""
+        """Return out and lse of its queries."""
         return kernel.forward(*self.of_qkv(qkv), self.mask, self.segments)
 
     def add_softmax(self, kernel: Kernel, qkv: Triple, out: Tensor, lse: Tensor) -> None:
-        """Add them where its queries are in out and lse, which are 0 and -inf there, as they are for all others."""
+        """Add out and lse of its queries to `out` and `lse`, which are 0 and -inf there, as they are for all others."""
         own_out, own_lse = self.forward(kernel, qkv)
         self.of_q(out).add_(own_out)
         own = self.of_lse(lse)
@@ -77,18 +81,18 @@ class KernelCall(NamedTuple):
     def write_gradients(
         self, kernel: Kernel, dout: Tensor, qkv: Triple, softmax: Sequence[Tensor], grads: Triple
     ) -> None:
-        """dq, dk and dv, into the tensors that they are of; `softmax`: out and lse of the whole softmax."""
+        """Write dq, dk and dv into the tensors that they are of; `softmax`: out and lse of the whole softmax."""
         own = self.of_q(softmax[0]), self.of_lse(softmax[1]).contiguous()
         kernel.backward(self.of_q(dout), self.of_qkv(qkv), own, self.mask, self.of_qkv(grads), self.segments)
 
     def gradients(self, kernel: Kernel, dout: Tensor, qkv: Triple, softmax: Sequence[Tensor]) -> Triple:
-        """dq, dk and dv, in the dtype of q."""
+        """Return dq, dk and dv, in the dtype of q."""
         own = self.of_q(softmax[0]), self.of_lse(softmax[1]).contiguous()
         return kernel.gradients(self.of_q(dout), self.of_qkv(qkv), own, self.mask, self.segments)
 
 
 def kernel_calls(pairs: Iterable[Pair], runs: Sequence[HeadRun], mask: Mask, rows: Rows) -> tuple[KernelCall, ...]:
-    """The calls for these pairs and head runs; of `mask` the pairs change the limits."""
+    """Return the calls for these pairs and head runs; of `mask` the pairs change the limits."""
     chains = list(_chains(pairs, rows.may_cross)) if rows.packed else [[pair] for pair in pairs]
     return tuple(_call(chain, run, mask, rows) for chain in chains for run in runs)
 

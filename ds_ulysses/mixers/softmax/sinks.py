@@ -25,7 +25,10 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
 
 
 def sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """[H]: of these tokens only; all ranks' together are the gradient. Empty without sinks, as ops return no None."""
+    """Return the gradients [H] of the sinks, of these tokens only; all ranks' together are the gradient.
+
+    Empty without sinks, as ops return no None.
+    """
     if sinks is None:
         return lse.new_empty(0)
     delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)

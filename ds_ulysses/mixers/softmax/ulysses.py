@@ -21,7 +21,7 @@ from ds_ulysses.placement import Placement, split_heads
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, placement: Placement, sinks: Tensor | None, settings: str
 ) -> Tensor:
-    """Attention over the whole sequence: 1 all-to-all in, 1 out; as many in the backward. Times the head groups.
+    """Attend over the whole sequence: 1 all-to-all in, 1 out; as many in the backward. Times the head groups.
 
     q [B, S, H, D], k [B, S, K, D], v [B, S, K, E], S equal on all ranks; `sinks` of this rank's heads or None. Returns
     [B, S, H, E].
@@ -36,7 +36,10 @@ def ulysses_attention(
 
 
 def scatter_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, placement: Placement) -> Tensor:
-    """[B, S, heads, dim] of q, k, v -> [T, B, H_rank * D + K_rank * (D + E)]. Without a group of several: no wire."""
+    """Exchange [B, S, heads, dim] of q, k, v -> [T, B, H_rank * D + K_rank * (D + E)].
+
+    Without a group of several: no wire.
+    """
     channels = [x.flatten(2) for x in (q, k, v)]
     if placement.ulysses_size == 1:
         return torch.cat(channels, dim=-1).transpose(0, 1)
@@ -44,7 +47,7 @@ def scatter_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, placement
 
 
 def gather_heads(out: Tensor, exchange: Exchange, placement: Placement) -> Tensor:
-    """[T, B, H_rank * E] -> [B, S, H * E]."""
+    """Exchange heads for tokens: [T, B, H_rank * E] -> [B, S, H * E]."""
     return out.transpose(0, 1) if placement.ulysses_size == 1 else gather_channels(out, exchange.out, placement)[0]
 
 

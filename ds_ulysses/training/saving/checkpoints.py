@@ -76,7 +76,7 @@ def _write(run: Run, folder: Path) -> None:
 
 
 def best_checkpoint(run: Run) -> Path | None:
-    """That of the best evaluation so far, if its model is the one to save at the end."""
+    """Return the checkpoint of the best evaluation so far, if its model is the one to save at the end."""
     best = run.progress.best_step
     return _folder_of(run, best) if run.arguments.load_best_model_at_end and best else None
 
@@ -96,13 +96,13 @@ def _folder_of(run: Run, step: int) -> Path:
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Of a run, oldest first."""
+    """List the checkpoints of a run, oldest first."""
     found = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def find_checkpoint(asked: str | None, output_dir: Path) -> Path | None:
-    """The folder that `--resume_from_checkpoint` means; None for a new run, also if there is no latest yet.
+    """Return the folder that `--resume_from_checkpoint` means; None for a new run, also if there is no latest yet.
 
     Raises `ValueError` that names the fault and the checkpoints before it, if it is not whole.
     """
@@ -122,7 +122,7 @@ def find_checkpoint(asked: str | None, output_dir: Path) -> Path | None:
 
 
 def read_progress(folder: Path, data: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
-    """Where the run stood, and its facts. Raises `ValueError` if it would not see the samples that are left."""
+    """Read where the run stood, and its facts. Raises `ValueError` if it would not see the samples that are left."""
     saved = json.loads((folder / PROGRESS).read_text())
     facts = saved["facts"]
     if differing := [f"{key} {facts[key]!r}, now {value!r}" for key, value in data.items() if facts[key] != value]:
@@ -134,7 +134,7 @@ def read_progress(folder: Path, data: dict[str, Any]) -> tuple[Progress, dict[st
 
 
 def prepare_state(folder: Path, saved: dict[str, Any], ranks: dict[str, Any], config: dict[str, Any]) -> None:
-    """Where ranks or ZeRO stage are others than those of the checkpoint, have it cut anew. Collective.
+    """Have the state cut anew where ranks or ZeRO stage are others than those of the checkpoint. Collective.
 
     Raises `ValueError` for changes that DeepSpeed cannot make.
     """

@@ -31,7 +31,7 @@ def _check(run: Run) -> None:
 
 
 def num_checkpoints(run: Run) -> int:
-    """How many more there will be at once; an old one is removed when a new one is whole."""
+    """Count how many more checkpoints there will be at once; an old one is removed when a new one is whole."""
     arguments, done = run.arguments, run.progress.step
     if arguments.save_strategy == "no":
         return 0
@@ -46,7 +46,7 @@ def num_checkpoints(run: Run) -> int:
 
 
 def checkpoint_bytes(run: Run) -> int:
-    """At least: fp32 weights, Adam's two moments, and the model's weights where ZeRO does not cut them."""
+    """Count a checkpoint's least bytes: fp32 weights, Adam's two moments, the model's where ZeRO does not cut them."""
     weights = run.engine.module.parameters()
     trained = sum(_numel(weight) for weight in weights if weight.requires_grad)
     adam = "adam" in type(run.engine.basic_optimizer).__name__.lower()
@@ -54,7 +54,7 @@ def checkpoint_bytes(run: Run) -> int:
 
 
 def model_bytes(run: Run) -> int:
-    """Of an adapter, those of its weights alone."""
+    """Count the bytes of the saved model; of an adapter, those of its weights alone."""
     saved = (p for p in run.engine.module.parameters() if p.requires_grad or not run.arguments.use_peft)
     return sum(_numel(weight) * weight.element_size() for weight in saved)
 

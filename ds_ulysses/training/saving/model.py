@@ -11,7 +11,7 @@ from ds_ulysses.training.saving.checkpoints import best_checkpoint, refuse_lost_
 
 
 def save_model(run: Run) -> None:
-    """Model or adapter, and tokenizer, whole or not at all. Collective."""
+    """Save model or adapter, and tokenizer, whole or not at all. Collective."""
     best = best_checkpoint(run)
     if best is not None and run.progress.best_step < run.progress.step:
         once(lambda: _save_best(run, best))

@@ -11,13 +11,13 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "
 
 
 def peak_flops() -> float | None:
-    """Of this rank's GPU, if it is a known one."""
+    """Return the peak of this rank's GPU, in operations per second, if it is a known one."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
 def peak_memory() -> int:
-    """Most bytes that this rank held so far: of the GPU's memory, or of the process without one."""
+    """Return the most bytes that this rank held so far: of the GPU's memory, or of the process without one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -18,7 +18,7 @@ from ds_ulysses.engine import SequenceParallelEngine
 
 
 class NotFinite(Exception):
-    """The gradient of a step is not a number or infinite; weights and optimizer are as they were before it."""
+    """A step whose gradient is not a number or infinite; weights and optimizer are as they were before it."""
 
     def __init__(self, step: int, documents: Documents) -> None:
         ids = sorted(document.id for document in documents)
@@ -30,7 +30,7 @@ class NotFinite(Exception):
 
 
 class StepGuard:
-    """Stands before the optimizer, where the norm of the whole gradient is known and nothing has changed yet.
+    """A guard before the optimizer, where the norm of the whole gradient is known and nothing has changed yet.
 
     A step that is not finite changes nothing. ZeRO in fp32 leaves such steps out itself, and without a word; with fp16
     they are part of how DeepSpeed finds the loss scale.
@@ -51,20 +51,20 @@ class StepGuard:
         optimizer.step = guarded
 
     def left_out(self) -> bool:
-        """Whether the last step was; the same on every rank."""
+        """Say whether the last step was left out; the same on every rank."""
         overflow = bool(getattr(self._engine.optimizer, "overflow", False)) and not self._engine.fp16_enabled()
         return self._left_out or overflow
 
 
 class StopRequest:
-    """SIGTERM, as a scheduler sends it before it takes the machine away, asks for an end after the current step."""
+    """The request to end after the current step: SIGTERM, as a scheduler sends it before it takes the machine away."""
 
     def __init__(self) -> None:
         self._asked = False
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Until the block ends."""
+        """Listen for the signal until the block ends."""
         before = signal.signal(signal.SIGTERM, self._ask)
         try:
             yield self
@@ -75,13 +75,13 @@ class StopRequest:
         self._asked = True
 
     def agreed(self, device: torch.device) -> bool:
-        """Whether any rank was asked. Collective."""
+        """Say whether any rank was asked. Collective."""
         return any_rank(self._asked, device)
 
 
 @contextmanager
 def watchdog(seconds: int) -> Iterator[Callable[[], None]]:
-    """Yields what is to be called at least so often in the block, once it was called; 0: never.
+    """Yield what is to be called at least so often in the block, once it was called; 0: never.
 
     Otherwise the stack of every thread of this rank is written to stderr, and the rank ends.
     """

@@ -19,7 +19,7 @@ from ds_ulysses.training.watching.spikes import Spike
 
 
 class TrainingLog:
-    """Writes on the first rank only; on others every call does nothing.
+    """The log of a run, which writes on the first rank only; on others every call does nothing.
 
     Where a run goes on, what its log has of the steps that come again is taken out first.
     """

@@ -40,7 +40,7 @@ LEFT_OUT = ("step", SAMPLES)
 
 
 def write_report(folders: Sequence[Path], target: Path) -> None:
-    """Write it. Raises `ValueError` for a folder without a log, a log without a step, or if matplotlib is missing."""
+    """Write the report. Raises `ValueError` for a folder without a log, a log without a step, or without matplotlib."""
     runs = {str(folder): _read(folder) for folder in folders}
     plots = "".join(
         f"<div><h3>{title}</h3>{_plot(keys, runs)}</div>"

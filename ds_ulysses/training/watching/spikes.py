@@ -23,7 +23,7 @@ class Spike(NamedTuple):
 
 
 class SpikeWatch:
-    """Compares each loss with the median of the last ones, in standard deviations that neither spike nor trend widens.
+    """A comparison of each loss with the median of the last ones, in standard deviations that no spike or trend widens.
 
     The deviation is told by differences of neighbours (Rice, "Bandwidth choice for nonparametric regression", 1984), by
     their median instead of their mean: 1.0483 times it for normal noise; and it is at least a hundredth of the loss.
