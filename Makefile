@@ -18,7 +18,7 @@ help:
 	@echo "make docs    the site, with every link checked, into site/"
 	@echo "make wheel   the package, into dist/"
 	@echo "make sft     fine-tune SmolLM2-135M on Python's documentation, sequences split over 2 ranks"
-	@echo "make bench   our step beside DeepSpeed's own, our strategies beside one another, packing beside none"
+	@echo "make bench   our step beside DeepSpeed's own, our strategies and packing beside others"
 
 # torch first: everything after it is then built and resolved against this one. deepspeed ships as source and
 # imports torch while it is built, hence no build isolation: setuptools builds deepspeed, hatchling builds us.
@@ -73,6 +73,7 @@ bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.ulysses_vs_deepspeed
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.packing
+	$(BIN)/python -m benchmarks.packed_rows
 
 clean:
 	rm -rf $(VENV) .cache runs site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

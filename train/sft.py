@@ -69,8 +69,8 @@ def prepare() -> Run | None:
     share_cores()
     config = fill_from_arguments(load_deepspeed_json(arguments.deepspeed), arguments, init_distributed())
     model_config = load_model_config(arguments.model_name_or_path)
-    fill_from_model(config, model_config.hidden_size)
     start = settle(model_config, config)
+    fill_from_model(start.config, model_config.hidden_size)
     return build(arguments, start, choose_batching(arguments, start), checkpoint)
 
 

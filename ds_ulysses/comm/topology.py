@@ -27,9 +27,16 @@ from ds_ulysses.placement import Machine, Mesh, Placement, choose_mesh
 def _join_process_group() -> None:
     """As the launcher says, on this rank's device, unless this process has joined already."""
     if not dist.is_initialized():
-        if torch.accelerator.is_available():
+        if _accelerator() is not None:
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group()
+        dist.init_process_group("gloo" if _accelerator() is None else None)
+
+
+def _accelerator() -> torch.device | None:
+    """None: the CPU, also where DeepSpeed is told so by its own variable."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return None
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def _ranks_per_node(world_size: int) -> int:
@@ -114,8 +121,8 @@ class Topology:
     @property
     def device(self) -> torch.device:
         """The device on which this rank's collectives work."""
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or dist.get_backend() == "gloo":
+        accelerator = _accelerator()
+        if accelerator is None:
             return torch.device("cpu")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 

@@ -23,7 +23,10 @@ from ds_ulysses.models import facts, find_model, patch_model, refuse_unsupported
 
 
 class Start(NamedTuple):
-    """The state settled before there are weights: every check of settings and model config has passed."""
+    """What is settled before there are weights: all checks have passed but those of what a trainer fills in later.
+
+    Batch sizes, values that are still "auto", and what DeepSpeed does to gradients, `initialize` looks at.
+    """
 
     config: dict[str, Any]
     """The DeepSpeed JSON with our block, as it was given."""
@@ -75,6 +78,7 @@ def settle(
 def initialize(
     model: nn.Module,
     config: str | Path | Mapping[str, Any],
+    *,
     topology: Topology | None = None,
     **others: Unpack[DeepSpeedArguments],
 ) -> tuple[SequenceParallelEngine, Any, Any, Any]:

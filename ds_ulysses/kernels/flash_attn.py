@@ -34,19 +34,32 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Of a function, or of the one that an op of torch.library was made of."""
+    return dict(inspect.signature(getattr(function, "_init_fn", function)).parameters)
+
+
 def _unused(function: Callable[..., Any]) -> dict[str, None]:
     """None for each argument without a default: paging, rotary, descaling and the like, which we never use."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: None for p in parameters if p.default is inspect.Parameter.empty}
+    return {name: None for name, p in _parameters(function).items() if p.default is inspect.Parameter.empty}
 
 
-def _table(segments: Segments | None, device: torch.device, function: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments that describe a table, of those that the function has: generation 4 came to lengths late."""
+def _named(function: Callable[..., Any], mask: Mask) -> dict[str, Any]:
+    """The mask in the names of a generation 3: releases call two of its arguments differently."""
+    known = _parameters(function)
+    causal = "is_causal" if "is_causal" in known else "causal"
+    options: dict[str, Any] = {"softmax_scale": mask.scale, "softcap": mask.softcap, causal: mask.right == 0}
+    if "window_size" in known:
+        return options | {"window_size": (mask.left, mask.right)}
+    return options | {"window_size_left": mask.left, "window_size_right": mask.right}
+
+
+def _table(segments: Segments | None, device: torch.device) -> dict[str, Any]:
+    """The arguments that describe a table."""
     if segments is None:
         return {}
     q, k = segments.cu_seqlens(device)
-    given = {"cu_seqlens_q": q, "cu_seqlens_k": k, "max_seqlen_q": segments.max_q, "max_seqlen_k": segments.max_k}
-    return {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
+    return {"cu_seqlens_q": q, "cu_seqlens_k": k, "max_seqlen_q": segments.max_q, "max_seqlen_k": segments.max_k}
 
 
 def flash_refusal(request: Request, max_head_dim: int = 256) -> str | None:
@@ -114,7 +127,7 @@ class FlashAttention2(_FlashAttention):
         library = self.library
         forward = library._flash_attn_forward if segments is None else library._flash_attn_varlen_forward
         tensors = dict(zip(("q", "k", "v"), qkv, strict=True))
-        table = _table(segments, qkv[0].device, forward)
+        table = _table(segments, qkv[0].device)
         out, lse, *_ = forward(**tensors, **table, **self._options(mask), return_softmax=False)
         return out, lse.masked_fill_(lse == float("inf"), float("-inf"))
 
@@ -123,7 +136,7 @@ class FlashAttention2(_FlashAttention):
         backward = library._flash_attn_backward if segments is None else library._flash_attn_varlen_backward
         lse = tensors.pop("lse")
         tensors["softmax_lse"] = torch.where(lse == float("-inf"), float("inf"), lse)
-        table = _table(segments, lse.device, backward)
+        table = _table(segments, lse.device)
         backward(**tensors, **table, **self._options(mask), deterministic=False)
 
     @staticmethod
@@ -149,24 +162,15 @@ class FlashAttention3(_FlashAttention):
     def _forward(self, qkv: Triple, mask: Mask, segments: Segments | None) -> tuple[Tensor, Tensor]:
         forward = self.library._flash_attn_forward
         tensors = dict(zip(("q", "k", "v"), qkv, strict=True))
-        table = _table(segments, qkv[0].device, forward)
-        out, lse, *_ = forward(**_unused(forward) | self._options(mask) | tensors | table)
+        table = _table(segments, qkv[0].device)
+        out, lse, *_ = forward(**_unused(forward) | _named(forward, mask) | tensors | table)
         return out, lse
 
     def _backward(self, tensors: dict[str, Tensor], mask: Mask, segments: Segments | None) -> None:
         backward = self.library._flash_attn_backward
         tensors["softmax_lse"] = tensors.pop("lse")
-        table = _table(segments, tensors["q"].device, backward)
-        backward(**_unused(backward) | self._options(mask) | tensors | table)
-
-    @staticmethod
-    def _options(mask: Mask) -> dict[str, Any]:
-        return {
-            "softmax_scale": mask.scale,
-            "causal": mask.right == 0,
-            "window_size": (mask.left, mask.right),
-            "softcap": mask.softcap,
-        }
+        table = _table(segments, tensors["q"].device)
+        backward(**_unused(backward) | _named(backward, mask) | tensors | table)
 
 
 class FlashAttention4(_FlashAttention):
@@ -177,16 +181,30 @@ class FlashAttention4(_FlashAttention):
     max_head_dim = 128
     generations = (9, 10, 11)
 
+    def _refusal(self, request: Request) -> str | None:
+        if refusal := super()._refusal(request):
+            return refusal
+        needed = {"cu_seqlens_q", "cu_seqlens_k", "window_size_left", "window_size_right"}
+        functions = {self.library._flash_attn_fwd: needed, self.library._flash_attn_bwd: needed | {"dq", "dk", "dv"}}
+        missing = sorted(name for f, names in functions.items() for name in names - _parameters(f).keys())
+        return f"this release of it has no {', '.join(missing)}" if missing else None
+
     def _forward(self, qkv: Triple, mask: Mask, segments: Segments | None) -> tuple[Tensor, Tensor]:
         forward = self.library._flash_attn_fwd
-        table = _table(segments, qkv[0].device, forward)
+        table = self._known(forward, segments, qkv[0].device)
         out, lse, *_ = forward(*qkv, return_lse=True, **self._options(mask), **table)
         return out, lse
 
     def _backward(self, tensors: dict[str, Tensor], mask: Mask, segments: Segments | None) -> None:
         backward = self.library._flash_attn_bwd
-        table = _table(segments, tensors["q"].device, backward)
+        table = self._known(backward, segments, tensors["q"].device)
         backward(**tensors, **self._options(mask), **table)
+
+    @staticmethod
+    def _known(function: Callable[..., Any], segments: Segments | None, device: torch.device) -> dict[str, Any]:
+        """The table, without the longest segment where a release works it out by itself."""
+        known = _parameters(function)
+        return {name: x for name, x in _table(segments, device).items() if name in known or "max" not in name}
 
     @staticmethod
     def _options(mask: Mask) -> dict[str, Any]:

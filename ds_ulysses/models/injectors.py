@@ -68,8 +68,15 @@ def find_places(model: PreTrainedModel) -> dict[str, Place]:
         for injector in INJECTORS
         if injector.recognises(module)
     }
-    having = {place.module.layer_idx for place in found.values()}
-    without = [index for index in range(model.config.num_hidden_layers) if index not in having]
+    having = [(place.module.layer_idx, place.injector.kind) for place in found.values()]
+    beyond = [name for name, place in found.items() if place.module.layer_idx >= model.config.num_hidden_layers]
+    if beyond or len(set(having)) < len(having):
+        raise ValueError(
+            f"{type(model).__name__} has {len(having)} attention modules for {model.config.num_hidden_layers} layers"
+            f"{', among them ' + beyond[0] if beyond else ''}: attention besides that of its layers has not been "
+            f"tested. Use the architecture's own transformers class."
+        )
+    without = sorted(set(range(model.config.num_hidden_layers)) - {index for index, _ in having})
     if without:
         raise ValueError(
             f"{type(model).__name__} has {model.config.num_hidden_layers} layers, but in {len(without)} of them, first "

@@ -90,6 +90,15 @@ class Placement(OpaqueBase):  # opaque to torch.compile, so that ops can be hand
         found: Derived = self._derived[key]
         return found
 
+    def refuse_others(self, num_rows: int, num_tokens: int) -> None:
+        """Raise `ValueError` unless tensors of so many rows, and tokens of a whole row, are those of this placement."""
+        if num_tokens != self.num_tokens or (self.packed and num_rows != self.num_rows):
+            raise ValueError(
+                f"Tensors of {num_rows} rows of {num_tokens} tokens, over all ranks that share them, were given the "
+                f"placement of {self.num_rows} rows of {self.num_tokens}: documents would be cut at other places. Pass "
+                f"on what `shard_batch` returned as it is, without slicing or padding it."
+            )
+
     def geometry(self, left: int = -1, right: int = 0, num_parts: int = 1) -> Geometry:
         """Return what the schedule under a mask depends on; `num_parts`: shards in which a ring rank's keys leave."""
         mesh = self.mesh

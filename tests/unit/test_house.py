@@ -59,6 +59,19 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
+@cache
+def door_of(room: str) -> set[str]:
+    """The names that others may import from a room."""
+    if room == "batch":
+        return {"shard_batch"}
+    door = PACKAGE / room / "__init__.pyi"
+    if door.exists():  # loaded when they are asked for
+        lines = [node for node in ast.parse(door.read_text()).body if isinstance(node, ast.ImportFrom)]
+        return {alias.asname or alias.name for line in lines for alias in line.names}
+    body = ast.parse((PACKAGE / room / "__init__.py").read_text()).body
+    return next(set(ast.literal_eval(node.value)) for node in body if isinstance(node, ast.Assign))
+
+
 def is_room_file(path: Path) -> bool:
     return path.parent != PACKAGE or path.name == "batch.py"
 
@@ -66,13 +79,17 @@ def is_room_file(path: Path) -> bool:
 @pytest.mark.parametrize("path", [*filter(is_room_file, FILES)], ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_arrows_go_down(path: Path) -> None:
     own = room_of(path)
-    for module in imports(path):
+    for module, names in imports(path).items():
         assert module.split(".")[0] not in ("train", "tests", "benchmarks"), f"{path} imports {module}"
         if module.startswith("ds_ulysses."):
             _, room, *inside = module.split(".")
             if room != own:
                 assert room in MAY_IMPORT[own], f"{path} imports {module}"
                 assert not inside, f"{path} reaches inside a room: {module}"
+                assert names <= door_of(room), f"{path} reaches inside a room: {names - door_of(room)} of {room}"
+            elif not inside and path.name != "__init__.py":
+                there = {other.stem for other in (PACKAGE / own).iterdir()}
+                assert names <= there, f"{path} goes out by the door of its own room: {names - there}"
         else:
             assert module != "ds_ulysses", f"{path} imports the package from within"
 

@@ -47,6 +47,7 @@ def all_gather_attention(
 def _all_gather_attention(
     q: Tensor, kv: Tensor, placement: Placement, sinks: Tensor | None, settings: str
 ) -> tuple[Tensor, Tensor]:
+    placement.refuse_others(q.shape[1], q.shape[0] * placement.ring_size)
     call = call_of(placement, settings)
     buffer, lse = _empty(q, call.settings)
     out, q = heads(buffer.zero_(), call.settings.value_dim), heads(q, call.settings.head_dim)

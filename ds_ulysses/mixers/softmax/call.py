@@ -6,18 +6,18 @@ torch.compile does not look into takes tensors, numbers and strings (and the pla
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple, get_type_hints
 
 from ds_ulysses.comm import ChannelTable
 from ds_ulysses.kernels import KERNELS, Kernel, Mask
-from ds_ulysses.mixers.softmax.kernel_calls import KernelCall, Rows, kernel_calls
+from ds_ulysses.mixers.softmax.kernel_calls import KernelCall, Rows, kernel_calls, spans_of
 from ds_ulysses.placement import (
     HeadGroup,
     HeadRun,
     HeadSplit,
-    Pair,
     Placement,
     Range,
     Step,
@@ -106,7 +106,9 @@ class Call:
     """The work of layers: who attends with which heads to what, in which order."""
 
     def __init__(self, settings: Settings, placement: Placement) -> None:
-        self.settings, self.placement = settings, placement
+        self.settings = settings
+        # The placement keeps its calls: one that kept it alive in turn would outlive its batch.
+        self.placement: Placement = weakref.proxy(placement)
         self.split: HeadSplit = split_heads(settings.num_heads, settings.num_kv_heads, placement.ulysses_size)
         self.dims = settings.head_dim, settings.value_dim
         self.exchange = exchange_of(self.split, *self.dims)
@@ -124,21 +126,22 @@ class Call:
     def steps(self) -> tuple[tuple[Step, tuple[KernelCall, ...]], ...]:
         """The steps of the ring: what travels at each, and what is computed of it."""
         schedule = make_schedule(self.geometry, self.placement.ring_rank)
-        return tuple((step, self._calls(step.pairs, self._runs, joined=True, may_cross=True)) for step in schedule)
+        rows = Rows(self.placement.packed, joined=True, may_cross=True)
+        return tuple(
+            (step, kernel_calls(spans_of(step.pairs, rows), self._runs, self._mask, rows)) for step in schedule
+        )
 
     @cached_property
     def local_calls(self) -> tuple[KernelCall, ...]:
         """The kernel calls of Ulysses: this rank's heads over the whole sequence."""
-        return self._gathered(self._runs, may_cross=False)
+        return self._gathered([self._runs], may_cross=False)[0]
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The stages of all_gather: query heads by their place among all, KV heads by that in the stage."""
-        size = self.split.queries_per_kv
-        return tuple(
-            Stage((start, stop), self._gathered([HeadRun(start * size, stop * size, 0, stop - start)], may_cross=True))
-            for start, stop in stages(self.settings.num_kv_heads)
-        )
+        size, parts = self.split.queries_per_kv, stages(self.settings.num_kv_heads)
+        runs = [[HeadRun(start * size, stop * size, 0, stop - start)] for start, stop in parts]
+        return tuple(map(Stage, parts, self._gathered(runs, may_cross=True)))
 
     @cached_property
     def head_groups(self) -> tuple[HeadGroup, ...]:
@@ -148,9 +151,10 @@ class Call:
     @cached_property
     def group_calls(self) -> tuple[tuple[tuple[int, KernelCall], ...], ...]:
         """The kernel calls of each head group, each with the index of the group that brought its keys."""
+        owned = [(owner, [run]) for group in self.head_groups for owner, run in group.runs]
+        calls = iter(self._gathered([run for _, run in owned], may_cross=False))
         return tuple(
-            tuple((owner, call) for owner, run in group.runs for call in self._gathered([run], may_cross=False))
-            for group in self.head_groups
+            tuple((owner, call) for owner, _ in group.runs for call in next(calls)) for group in self.head_groups
         )
 
     @cached_property
@@ -169,16 +173,15 @@ class Call:
     def _runs(self) -> list[HeadRun]:
         return self.split.runs(self.placement.ulysses_rank)
 
-    def _gathered(self, runs: Sequence[HeadRun], may_cross: bool) -> tuple[KernelCall, ...]:
-        """This ring rank's queries with the keys of all."""
-        pairs = gathered_pairs(self.geometry, self.placement.ring_rank)
-        return self._calls(pairs, runs, False, may_cross)
+    @property
+    def _mask(self) -> Mask:
+        return Mask(self.settings.scale, softcap=self.settings.softcap)
 
-    def _calls(
-        self, pairs: Sequence[Pair], runs: Sequence[HeadRun], joined: bool, may_cross: bool
-    ) -> tuple[KernelCall, ...]:
-        mask = Mask(self.settings.scale, softcap=self.settings.softcap)
-        return kernel_calls(pairs, runs, mask, Rows(self.placement.packed, joined, may_cross))
+    def _gathered(self, runs: Sequence[Sequence[HeadRun]], may_cross: bool) -> list[tuple[KernelCall, ...]]:
+        """This ring rank's queries with the keys of all, for each of several lists of head runs."""
+        rows = Rows(self.placement.packed, joined=False, may_cross=may_cross)
+        spans = spans_of(gathered_pairs(self.geometry, self.placement.ring_rank), rows)
+        return [kernel_calls(spans, some, self._mask, rows) for some in runs]
 
 
 def _times(ranges: Sequence[Range], dim: int) -> list[Range]:

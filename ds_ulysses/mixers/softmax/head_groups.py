@@ -50,6 +50,7 @@ class _Kept(NamedTuple):
 
 @torch.library.custom_op("ds_ulysses::head_groups", mutates_args=())
 def _head_groups(qkv: list[Tensor], placement: Placement, sinks: Tensor | None, settings: str) -> list[Tensor]:
+    placement.refuse_others(qkv[0].shape[0], qkv[0].shape[1] * placement.ulysses_size)
     call = call_of(placement, settings)
     out, kept = _empty_out(qkv[0], call.settings), _Kept([], [], [])
     token_major, views = [x.transpose(0, 1) for x in qkv], list[Triple]()

@@ -24,6 +24,8 @@ from ds_ulysses.kernels import Kernel, Mask, Segment, Segments, Triple
 from ds_ulysses.mixers.softmax.buffers import heads
 from ds_ulysses.placement import HeadRun, Pair
 
+SMALL_GAP = 256
+"""Tokens: to compute nothing for so many costs less than another kernel call."""
 Chain = list[Pair]
 """Pairs of one row and one mask, ascending in queries and in keys."""
 
@@ -91,15 +93,30 @@ class KernelCall(NamedTuple):
         return kernel.gradients(self.of_q(dout), self.of_qkv(qkv), own, self.mask, self.segments)
 
 
-def kernel_calls(pairs: Iterable[Pair], runs: Sequence[HeadRun], mask: Mask, rows: Rows) -> tuple[KernelCall, ...]:
-    """Return the calls for these pairs and head runs; of `mask` the pairs change the limits."""
+class Span(NamedTuple):
+    """The queries and keys of one kernel call, whichever heads it is made for."""
+
+    row: int
+    queries: slice
+    keys: slice
+    left: int
+    right: int
+    segments: Segments | None
+
+
+def spans_of(pairs: Iterable[Pair], rows: Rows) -> tuple[Span, ...]:
+    """Join pairs into as few spans as there are masks."""
     chains = list(_chains(pairs, rows.may_cross)) if rows.packed else [[pair] for pair in pairs]
-    return tuple(_call(chain, run, mask, rows) for chain in chains for run in runs)
+    return tuple(map(_span, chains))
 
 
-def _call(chain: Chain, run: HeadRun, mask: Mask, how: Rows) -> KernelCall:
+def kernel_calls(spans: Iterable[Span], runs: Sequence[HeadRun], mask: Mask, rows: Rows) -> tuple[KernelCall, ...]:
+    """Return the calls for these spans and head runs; of `mask` the spans change the limits."""
+    return tuple(_call(span, run, mask, rows) for span in spans for run in runs)
+
+
+def _span(chain: Chain) -> Span:
     first, last = chain[0], chain[-1]
-    rows = slice(first.row, first.row + 1) if how.packed else slice(None)
     q_start, k_start = first.q_start, first.k_start
     segments = None
     if len(chain) > 1:
@@ -107,40 +124,52 @@ def _call(chain: Chain, run: HeadRun, mask: Mask, how: Rows) -> KernelCall:
             Segment(p.q_start - q_start, p.q_stop - q_start, p.k_start - k_start, p.k_stop - k_start) for p in chain
         )
         segments = Segments(moved, last.q_stop - q_start, last.k_stop - k_start)
+    queries, keys = slice(q_start, last.q_stop), slice(k_start, last.k_stop)
+    return Span(first.row, queries, keys, first.left, first.right, segments)
+
+
+def _call(span: Span, run: HeadRun, mask: Mask, how: Rows) -> KernelCall:
+    rows = slice(span.row, span.row + 1) if how.packed else slice(None)
     return KernelCall(
         rows,
         slice(None) if how.joined else rows,
-        slice(q_start, last.q_stop),
-        slice(k_start, last.k_stop),
+        span.queries,
+        span.keys,
         slice(run.q_start, run.q_stop),
         slice(run.kv_start, run.kv_stop),
-        replace(mask, left=first.left, right=first.right),
-        segments,
+        replace(mask, left=span.left, right=span.right),
+        span.segments,
     )
 
 
 def _chains(pairs: Iterable[Pair], may_cross: bool) -> Iterator[Chain]:
     """By row and mask, as long as they ascend: what shares queries or keys goes into another chain.
 
-    `may_cross`: whether a chain may go on behind the first pairs of others.
+    `may_cross`: whether a chain may go on behind the first pairs of others. A call computes something for all that it
+    spans, so a chain does not go on over a gap of more than it covers, unless that is small.
     """
     by_row: dict[int, list[Pair]] = {}
     for pair in pairs:
         by_row.setdefault(pair.row, []).append(pair)
     for row in by_row.values():
         chains: list[Chain] = []
+        covered: list[int] = []
         for pair in _with_common_masks(row):
-            open_chains = chains if may_cross else chains[-1:]
-            chain = next((chain for chain in open_chains if _goes_on(chain[-1], pair)), None)
-            if chain is None:
-                chains.append(chain := [])
-            chain.append(pair)
+            own = pair.q_stop - pair.q_start
+            open_chains = range(0 if may_cross else max(len(chains) - 1, 0), len(chains))
+            index = next((i for i in open_chains if _goes_on(chains[i][-1], pair, covered[i] + own)), -1)
+            if index < 0:
+                chains.append([])
+                covered.append(0)
+            chains[index].append(pair)
+            covered[index] += own
         yield from chains
 
 
-def _goes_on(last: Pair, pair: Pair) -> bool:
+def _goes_on(last: Pair, pair: Pair, most: int) -> bool:
     same_mask = (last.left, last.right) == (pair.left, pair.right)
-    return same_mask and pair.q_start >= last.q_stop and pair.k_start >= last.k_stop
+    gap = pair.q_start - last.q_stop
+    return same_mask and 0 <= gap <= max(most, SMALL_GAP) and pair.k_start >= last.k_stop
 
 
 def _with_common_masks(pairs: list[Pair]) -> list[Pair]:

@@ -35,6 +35,7 @@ def local_attention(qkv: Tensor, placement: Placement, sinks: Tensor | None, set
 
 @torch.library.custom_op("ds_ulysses::local_attention", mutates_args=())
 def _local_attention(qkv: Tensor, placement: Placement, sinks: Tensor | None, settings: str) -> tuple[Tensor, Tensor]:
+    placement.refuse_others(qkv.shape[1], qkv.shape[0])
     call = call_of(placement, settings)
     q, k, v = queries_keys_values(qkv, call.local_heads, call.dims)
     todo = [(kernel_call, k, v) for kernel_call in call.local_calls]

@@ -53,6 +53,7 @@ def _ring(kv: Tensor, parked: Tensor, call: Call) -> Ring:
 def _ring_attention(
     q: Tensor, kv: Tensor, placement: Placement, sinks: Tensor | None, settings: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    placement.refuse_others(q.shape[1], q.shape[0] * placement.ring_size)
     call, kv = call_of(placement, settings), kv.contiguous()
     num_heads, _ = call.local_heads
     lse, parked = _kept(q, kv, num_heads)

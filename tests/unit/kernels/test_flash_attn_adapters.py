@@ -6,6 +6,7 @@ The libraries themselves are tried by the `gpu` tests of the contract.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,14 +170,24 @@ def fa4_mask(scale: float | None, causal: bool, softcap: float | None, left: int
     return Mask(scale, -1 if left is None else left, -1 if right is None else right, softcap or 0.0)
 
 
+class Op:
+    """A function as torch.library makes an op of it: its own signature tells nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._init_fn = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._init_fn(*args, **kwargs)
+
+
 LIBRARIES = {
     "flash_attn_2": SimpleNamespace(
         _flash_attn_forward=fa2_forward,
         _flash_attn_backward=fa2_backward,
-        _flash_attn_varlen_forward=fa2_varlen_forward,
-        _flash_attn_varlen_backward=fa2_varlen_backward,
+        _flash_attn_varlen_forward=Op(fa2_varlen_forward),
+        _flash_attn_varlen_backward=Op(fa2_varlen_backward),
     ),
-    "flash_attn_3": SimpleNamespace(_flash_attn_forward=fa3_forward, _flash_attn_backward=fa3_backward),
+    "flash_attn_3": SimpleNamespace(_flash_attn_forward=Op(fa3_forward), _flash_attn_backward=Op(fa3_backward)),
     "flash_attn_4": SimpleNamespace(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward),
 }
 
