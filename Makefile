@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 help:
 	@echo "make test    the whole test suite"
-	@echo "make quick   the tests that take a few minutes together; what it leaves out: CONTRIBUTING.md"
+	@echo "make quick   the tests to run while working, in under 3 minutes; what it leaves out: CONTRIBUTING.md"
 	@echo "make lint    formatting, linting and types"
 	@echo "make hooks   what runs before each commit, on all files"
 	@echo "make docs    the site, with every link checked, into site/"
@@ -35,7 +35,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
 quick: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow and not e2e" tests/unit tests/parity
+	$(BIN)/python -m pytest -m "not slow" tests/unit tests/parity
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -15,6 +15,7 @@ import pytest
 
 from tests.distributed import run_ranks
 from tests.models import ARCHITECTURES
+from tests.quick import slow
 from tests.tokenizers import tiny_checkpoint
 
 
@@ -36,10 +37,10 @@ def checked(model: str, config: str, layers: int, dtype: str, broken: bool = Fal
     ("kind", "ranks", "json_changes", "layers", "dtype"),
     [
         ("llama", 2, {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}, 1, "fp32"),
-        ("llama", 2, {"sequence_parallel_size": "auto", "optimizer": {"type": "AdamW"}}, 0, "fp32"),
-        ("gemma2", 4, {"sequence_parallel_size": 2, "ds_ulysses": {"strategy": "ring"}}, 2, "fp32"),
-        ("gpt2", 2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, 2, "fp32"),
-        ("llama", 2, {"zero_optimization": {"stage": 1}}, 2, "bf16"),
+        slow("llama", 2, {"sequence_parallel_size": "auto", "optimizer": {"type": "AdamW"}}, 0, "fp32"),
+        slow("gemma2", 4, {"sequence_parallel_size": 2, "ds_ulysses": {"strategy": "ring"}}, 2, "fp32"),
+        slow("gpt2", 2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, 2, "fp32"),
+        slow("llama", 2, {"zero_optimization": {"stage": 1}}, 2, "bf16"),
     ],
 )
 def test_check(tmp_path: Path, kind: str, ranks: int, json_changes: dict[str, object], layers: int, dtype: str) -> None:

@@ -11,6 +11,7 @@ from tests.distributed import run_ranks
 from tests.models import ARCHITECTURES
 from tests.parity.architecture import RTOL, check_architecture
 from tests.parity.models_table import rows_in_docs
+from tests.quick import slow
 
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4,
@@ -36,13 +37,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Settings within an architecture: lengths between the thresholds of RoPE are in one pack."""
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_architecture(kind: str, world: int) -> None:
     run_ranks(check_architecture, world, kind, ARCHITECTURES[kind])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variant(variant: str, world: int) -> None:
     run_ranks(check_architecture, world, *VARIANTS[variant])

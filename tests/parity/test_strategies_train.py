@@ -22,6 +22,7 @@ from tests.parity.training import (
     start,
     uniform,
 )
+from tests.quick import slow, slow_but
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ulysses": (4, {"strategy": "ulysses"}),
@@ -41,15 +42,15 @@ def step_of(way: str, **changes: Any) -> Step:
     return replace(Step(sp, 0, lengths, config={"ds_ulysses": block}), **changes)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "contiguous ring"])
+@pytest.mark.parametrize("packed", [slow(False), True], ids=["padded", "packed"])
+@pytest.mark.parametrize("model", ["llama", slow("qwen3")])
+@pytest.mark.parametrize("way", [slow(way) if way == "4x2" else way for way in WAYS if way != "contiguous ring"])
 def test_every_stage(way: str, model: str, packed: bool) -> None:
     """Two micro-batches of uneven documents, none a multiple of the ranks."""
     run_ranks(check_all, WAYS[way][0], at_every_stage(step_of(way, model=model, packed=packed)))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but({"ulysses", "2x2"}, WAYS))
 def test_recomputation_windows_and_replicas(way: str) -> None:
     """Both kinds of gradient checkpointing; layers with and without a window; two replicas of two ranks."""
     sp, block = WAYS[way]
@@ -72,6 +73,7 @@ def check_compiled(way: str) -> None:
     assert_equal(gradients(engine), expected, "gradient")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["head groups", "all_gather", "2x2"])
 def test_compiled(way: str) -> None:
     run_ranks(check_compiled, WAYS[way][0], way)
@@ -91,6 +93,6 @@ def check_bf16(way: str) -> None:
         assert torch.cosine_similarity(gradient.double().flatten(), right, dim=0) > 0.995, name
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but({"2x2"}, WAYS))
 def test_bf16(way: str) -> None:
     run_ranks(check_bf16, WAYS[way][0], way)

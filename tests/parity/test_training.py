@@ -16,14 +16,18 @@ from tests.parity.training import (
     start,
     uniform,
 )
+from tests.quick import slow, slow_but
+
+SIZES = [slow(1, 1), slow(1, 2), slow(2, 1), (2, 2), slow(4, 1), slow(4, 2)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("sp", "dp"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("sp", "dp"), SIZES)
 def test_grid(sp: int, dp: int, stage: int) -> None:
     run_ranks(check_batch_and_accumulation, sp * dp, sp, dp, stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])
 def test_other_architectures_at_every_stage(model: str) -> None:
     run_ranks(check_all, 4, at_every_stage(Step(2, 0, uniform(2, 2, 1), model=model)))
@@ -33,7 +37,9 @@ UNEVEN = (((16, 9), (5, 12)), ((11, 3), (16, 16)))
 """Two micro-batches of two replicas."""
 
 
-@pytest.mark.parametrize("model", ["gemma2", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model", slow_but({"gemma2", "mixtral"}, ["gemma2", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
+)
 def test_peculiar_architectures_at_every_stage(model: str) -> None:
     """Padded, accumulated and replicated: the balancing loss of experts is that of all real tokens of a micro-batch."""
     run_ranks(check_all, 4, at_every_stage(Step(2, 0, UNEVEN, model=model, model_changes=ARCHITECTURES[model])))
@@ -71,8 +77,8 @@ def test_experts_without_a_target() -> None:
     run_ranks(check_no_target, 2)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "auto"])
-@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("strategy", ["ulysses", slow("auto")])
+@pytest.mark.parametrize("sp", [slow(2), 4])
 @pytest.mark.parametrize("heads", [(9, 3), (8, 2), (8, 1), (3, 3), (14, 2), (4, 4)], ids=lambda h: f"{h[0]}q{h[1]}kv")
 def test_head_counts(heads: tuple[int, int], sp: int, strategy: str) -> None:
     changes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 8 * heads[0]}
@@ -86,7 +92,7 @@ def test_any_length(sp: int) -> None:
     run_ranks(check_all, sp, [Step(sp, 1, (((length,),),)) for length in (2, 3, 15, 17)])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", slow("right")])
 def test_padding(side: str) -> None:
     run_ranks(check_all, 4, at_every_stage(Step(2, 0, UNEVEN, side=side)))
 
@@ -97,7 +103,7 @@ def test_replicas_and_micro_batches_of_unequal_length() -> None:
     run_ranks(check_all, 4, at_every_stage(Step(2, 0, lengths, config={"ds_ulysses": {"logits_tile_size": 8}})))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, slow(True)])
 def test_gradient_checkpointing(reentrant: bool) -> None:
     run_ranks(check_all, 2, at_every_stage(Step(2, 0, uniform(1, 2, 2), checkpointing=reentrant)))
 
@@ -117,7 +123,7 @@ def test_zero_settings(zero: dict[str, object]) -> None:
     run_ranks(check_all, 4, [Step(2, int(str(zero["stage"])), uniform(2, 1, 2), zero=zero)])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), 2, 3])
 def test_optimizer_offload(stage: int) -> None:
     """Three micro-batches: dropping the later ones is how offload has gone wrong before."""
     zero, config = {"offload_optimizer": {"device": "cpu"}}, {"zero_force_ds_cpu_optimizer": False}

@@ -33,6 +33,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_disk_that_will_be_full_is_told_before_training(folder: Path, small_disk: Path, stage: int) -> None:
     """Three checkpoints fit, as a run shows, and what is asked for is no more than they take; ten do not."""

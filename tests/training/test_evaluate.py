@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.quick import slow
 from tests.training.trainer import Fault, evaluations_of, inputs, log_of, sft
 
 
@@ -49,7 +50,12 @@ EVALUATE = ("--eval_strategy", "steps", "--eval_steps", "2", "--eval_on_start", 
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "flags"),
-    [(1, 0, ()), (4, 3, ("--sequence_parallel_size", "2")), (2, 2, ("--packing",)), (2, 1, ("--padding_free",))],
+    [
+        slow(1, 0, ()),
+        slow(4, 3, ("--sequence_parallel_size", "2")),
+        (2, 2, ("--packing",)),
+        slow(2, 1, ("--padding_free",)),
+    ],
     ids=str,
 )
 def test_evaluation_is_that_of_one_process(
@@ -73,6 +79,7 @@ def test_evaluation_is_that_of_one_process(
     assert (watched / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_dropout_is_off_in_evaluation_and_goes_on_after_it(folder: Path, tmp_path: Path) -> None:
     flags = ("--use_peft", "--lora_dropout", "0.5", "--lora_target_modules", "q_proj", "--max_steps", "4")
     assert sft(folder, 2, tmp_path / "plain", *flags, stage=3) == ["", ""]
@@ -105,7 +112,9 @@ def test_early_stop(folder: Path, tmp_path: Path) -> None:
 LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--lora_dropout", "0")
 
 
-@pytest.mark.parametrize(("stage", "flags"), [(3, ("--bf16", "true")), (3, LORA), (0, ()), (1, ())], ids=str)
+@pytest.mark.parametrize(
+    ("stage", "flags"), [slow(3, ("--bf16", "true")), (3, LORA), slow(0, ()), slow(1, ())], ids=str
+)
 def test_the_best_model_is_the_one_that_is_saved(
     folder: Path, tmp_path: Path, stage: int, flags: tuple[str, ...]
 ) -> None:
@@ -129,6 +138,7 @@ def test_the_best_model_is_the_one_that_is_saved(
     assert {w.dtype for w in load_file(weights).values()} == {torch.bfloat16 if "--bf16" in flags else torch.float32}
 
 
+@pytest.mark.slow
 def test_the_last_model_is_saved_where_it_is_the_best(folder: Path, tmp_path: Path) -> None:
     flags = (*EVALUATE, "--eval_dataset", str(folder / "eval.jsonl"), "--max_steps", "7", "--save_steps", "2")
     assert sft(folder, 2, tmp_path / "out", *flags, "--load_best_model_at_end") == ["", ""]
@@ -138,6 +148,7 @@ def test_the_last_model_is_saved_where_it_is_the_best(folder: Path, tmp_path: Pa
     assert loss == pytest.approx(found[-1]["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_is_gone_is_told_before_training(folder: Path, tmp_path: Path) -> None:
     """Resumed into another folder."""
     flags: tuple[str, ...] = EVALUATE

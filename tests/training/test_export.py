@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_ulysses.commands.main import main
+from tests.quick import slow
 from tests.training.trainer import inputs, log_of, sft
 
 FLAGS = ("--max_steps", "2", "--save_steps", "2")
@@ -20,8 +21,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(1, 21)[None]).logits.float()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("tied", [slow(False), True])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_export_of_a_model(tmp_path: Path, stage: int, tied: bool) -> None:
     """Of ZeRO at every stage; what the end of training saved itself is the oracle."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,6 +39,7 @@ def test_export_of_a_model(tmp_path: Path, stage: int, tied: bool) -> None:
     assert (tmp_path / "out" / "generation_config.json").exists()
 
 
+@pytest.mark.slow
 def test_what_one_rank_saved_trains_on_on_two(tmp_path: Path) -> None:
     folder = inputs(tmp_path, 4)
     assert sft(folder, 1, tmp_path / "first", *FLAGS, stage=2) == [""]
@@ -67,6 +69,7 @@ def test_export_of_an_adapter_alone_and_merged(tmp_path: Path) -> None:
     assert not list((tmp_path / "merged").glob("adapter*"))
 
 
+@pytest.mark.slow
 def test_dtype_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 

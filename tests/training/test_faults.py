@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.quick import slow
 from tests.training.trainer import Fault, ids_of, inputs, killed, log_of, sft
 
 POISON = "eight"
@@ -36,7 +37,7 @@ def poisoned_ids(folder: Path) -> set[int]:
     return {i for i, line in enumerate(lines) if POISON in line.split("assistant")[0] or POISON in line}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_a_step_that_is_not_finite_stops_the_run_with_its_samples(poisoned: Path, tmp_path: Path, stage: int) -> None:
     said = sft(poisoned, 2, tmp_path / "out", "--save_steps", "1", stage=stage)
     bad = poisoned_ids(poisoned)
@@ -54,7 +55,7 @@ def test_a_step_that_is_not_finite_stops_the_run_with_its_samples(poisoned: Path
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == done
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, slow(3)])
 def test_steps_that_are_not_finite_can_be_skipped(poisoned: Path, tmp_path: Path, stage: int) -> None:
     """Every other weight stays a number."""
     from safetensors.torch import load_file
@@ -100,6 +101,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_shows_the_stack_of_every_rank_and_ends(hung: dict[str, Path]) -> None:
     folder = hung["stuck"]
     stacks = [(folder / f"stderr_{rank}").read_text() for rank in (0, 1)]
@@ -109,6 +111,7 @@ def test_a_step_that_hangs_shows_the_stack_of_every_rank_and_ends(hung: dict[str
     assert len(log_of(folder / "out")) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_its_data_for_ever_says_where(hung: dict[str, Path]) -> None:
     """It is the first to end: its last step was the earlier one."""
     folder = hung["no data"]
@@ -119,6 +122,7 @@ def test_a_rank_that_waits_for_its_data_for_ever_says_where(hung: dict[str, Path
     assert len(log_of(folder / "out")) == 1
 
 
+@pytest.mark.slow
 def test_a_loss_that_stands_out_is_reported_with_its_samples(tmp_path: Path) -> None:
     """One of 40 answers is another one; the run is killed after it, goes on, and still knows what is usual."""
     folder = inputs(tmp_path)

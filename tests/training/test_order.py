@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick import slow
 from tests.tokenizers import WORDS, word_tokenizer
 from tests.training.trainer import QUESTIONS, Fault, inputs, tokens_seen
 
@@ -50,8 +51,8 @@ def test_ranks_of_a_group_share_a_sample_and_groups_have_others(tmp_path: Path) 
     assert epochs[0] != epochs[1]
 
 
-@pytest.mark.parametrize("num_samples", [1, 5])
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("num_samples", [slow(1), 5])
+@pytest.mark.parametrize("streaming", [slow(False), True])
 def test_where_samples_run_short_ranks_go_on_together(tmp_path: Path, num_samples: int, streaming: bool) -> None:
     """Rows of two on 2 replicas of 2 ranks, twice over the data: some, or all but one, replicas have none left."""
     num_steps = 2 * (num_samples // 4 + 1)
@@ -63,6 +64,7 @@ def test_where_samples_run_short_ranks_go_on_together(tmp_path: Path, num_sample
         assert samples_in(*(tokens for rank in ranks for tokens in rank[epoch])) == whole(*range(num_samples))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--packing",), ("--padding_free",)], ids=str)
 def test_a_run_that_stops_twice_sees_what_the_unbroken_one_sees(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """12 samples, 2 replicas of 2 ranks, 2 accumulated; it stops after the second step of the first epoch, and after

@@ -44,6 +44,7 @@ def test_packs_train_like_padded_rows_and_like_single_samples(folder: Path, tmp_
         assert re.search(part, said), part
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_stream_of_two_datasets(folder: Path, tmp_path: Path) -> None:
     """LoRA under ZeRO-3 with dropout, on 2 x 2 ranks: what is saved opens with peft; the base is as it was."""
     from peft import PeftModel

@@ -37,6 +37,7 @@ def check_patience() -> list[float]:
     return begun
 
 
+@pytest.mark.slow
 def test_others_wait_longer_than_a_collective_may_take() -> None:
     (first,), (third,), (second,), (fourth,) = run_ranks(check_patience, 4)
     assert first + 3 <= second < min(third, fourth)

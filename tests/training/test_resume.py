@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.quick import slow_but
 from tests.training.trainer import Fault, ids_of, inputs, killed, log_of, sft
 
 EXACT = ("loss", "learning_rate", "grad_norm", "epoch", "num_tokens", "padding", "imbalance")
@@ -47,7 +48,7 @@ WAYS: dict[str, tuple[int, int, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but({"zero 3, packed adapter with dropout"}, WAYS))
 def test_resumed_is_unbroken(folder: Path, tmp_path: Path, way: str) -> None:
     ranks, stage, flags = WAYS[way]
     flags = [*flags, "--max_steps", "6", "--save_steps", "2"]
@@ -59,6 +60,7 @@ def test_resumed_is_unbroken(folder: Path, tmp_path: Path, way: str) -> None:
     assert_same_run(tmp_path / "part", tmp_path / "whole", 6)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_is_stopped_ten_times(folder: Path, tmp_path: Path) -> None:
     """30 steps; ranks are killed, one or all, also while they save, or asked to stop; no sample comes twice."""
@@ -108,6 +110,7 @@ def unbroken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int
 CONTINUED = ["--max_steps", "6", "--save_steps", "3", "--weight_decay", "0.5", "--lr_scheduler_type", "cosine"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "ranks", "stage", "flags"), ELSEWHERE, ids=str)
 def test_resume_elsewhere(
     folder: Path, tmp_path: Path, unbroken: dict[int, Path], saved: int, ranks: int, stage: int, flags: list[str]
@@ -126,6 +129,7 @@ def test_resume_elsewhere(
     assert {path: path.stat().st_size for path in checkpoint.rglob("*")} == files, "what it was converted to is gone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ulysses", "ring", "all_gather"])
 def test_resume_with_another_strategy(folder: Path, tmp_path: Path, unbroken: dict[int, Path], strategy: str) -> None:
     config = json.loads((folder / "zero3.json").read_text()) | {"ds_ulysses": {"strategy": strategy}}
@@ -139,6 +143,7 @@ def test_resume_with_another_strategy(folder: Path, tmp_path: Path, unbroken: di
         assert found == pytest.approx(right, rel=1e-5), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_replicas_of_a_run_may_become_ranks_of_a_sequence_or_one(folder: Path, tmp_path: Path, stage: int) -> None:
     """Pairs on 4 ranks: all four share a sequence, or one rank does it all; and back to pairs."""
@@ -156,6 +161,7 @@ def test_replicas_of_a_run_may_become_ranks_of_a_sequence_or_one(folder: Path, t
             assert found == pytest.approx(expected, rel=1e-5), (key, output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "stage"), [(3, 2), (2, 3)])
 def test_resume_of_bf16_training_at_another_stage(folder: Path, tmp_path: Path, saved: int, stage: int) -> None:
     flags = [*CONTINUED, "--bf16", "true", "--gradient_accumulation_steps", "2"]
@@ -192,6 +198,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "flags", "message"), REFUSED, ids=lambda x: str(x)[:40])
 def test_a_checkpoint_that_does_not_fit_is_refused_before_training(
     folder: Path, tmp_path: Path, unbroken: dict[int, Path], how: str, flags: list[str], message: str
@@ -206,6 +213,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_training(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_between_zero_0_and_others_nothing_can_be_converted(
     folder: Path, tmp_path: Path, unbroken: dict[int, Path]
 ) -> None:
@@ -214,6 +222,7 @@ def test_between_zero_0_and_others_nothing_can_be_converted(
     assert "is of ZeRO stage 0, this run of 2: DeepSpeed converts between 1, 2 and 3 only" in said
 
 
+@pytest.mark.slow
 def test_latest_of_a_run_that_has_no_checkpoint_yet_is_a_new_run(folder: Path, tmp_path: Path) -> None:
     flags = ["--max_steps", "2", "--save_strategy", "no"]
     killed(folder, 2, tmp_path / "part", *flags, fault=Fault("killed", 2))
@@ -235,6 +244,7 @@ def test_checkpoints_of_another_run_are_neither_mixed_nor_lost(folder: Path, tmp
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"], "the last one written stays"
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoints_before(folder: Path, tmp_path: Path) -> None:
     flags = ["--max_steps", "4", "--save_steps", "1"]
     (said,) = sft(folder, 1, tmp_path / "part", *flags, fault=Fault("full", 3))

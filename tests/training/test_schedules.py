@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick import slow_but
 from tests.training.trainer import ids_of, inputs, log_of, sft
 
 
@@ -27,7 +28,10 @@ def test_steps_and_learning_rates_go_by_replicas(folder: Path, tmp_path: Path) -
     assert ids_of(tmp_path / "4") == ids_of(tmp_path / "2")
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "constant_with_warmup", "polynomial"])
+SCHEDULES = slow_but({"cosine"}, ["linear", "cosine", "constant", "constant_with_warmup", "polynomial"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_are_those_of_transformers(folder: Path, tmp_path: Path, schedule: str) -> None:
     import torch
     from transformers import get_scheduler
