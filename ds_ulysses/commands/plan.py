@@ -24,7 +24,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def _tokens(text: str) -> int:
     """128K is 128 * 1024."""
     scale = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
-    return round(float(text[:-1] if scale > 1 else text) * scale)
+    try:
+        return round(float(text[:-1] if scale > 1 else text) * scale)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: write 131072, 128K or 1M") from None
 
 
 def run(arguments: argparse.Namespace, argv: list[str]) -> None:

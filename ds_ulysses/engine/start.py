@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -62,9 +63,11 @@ def settle(
     if topology is None:
         topology = Topology.create(settings, facts.head_counts(model_config))
     elif topology.config != settings:
+        names = [f.name for f in fields(settings) if getattr(settings, f.name) != getattr(topology.config, f.name)]
+        differing = ", ".join(f'"{n}": {getattr(topology.config, n)!r} and {getattr(settings, n)!r}' for n in names)
         raise ValueError(
-            f"The topology was made with {topology.config}, but the DeepSpeed config says {settings}: one would "
-            f"be ignored. Make it by Topology.create(SequenceParallelConfig.from_deepspeed(config))."
+            f"The topology and the DeepSpeed config say different things: {differing}; one would be ignored. Leave "
+            f"`topology` out, or make it of the same config: `ds_ulysses.settle(model.config, config).topology`."
         )
     request = Request(
         topology.device.type,
