@@ -148,6 +148,9 @@ def bytes_copied(event: Any) -> int:
 
 def compare(sp_size: int, tokens: int, turns: int) -> list[dict[str, Any]]:
     """On each rank: everything about ours, then about DeepSpeed's."""
+    import ds_ulysses
+
+    ds_ulysses.init_distributed()  # DeepSpeed's wrapper asks for its own
     sides = [ours(sp_size, tokens), deepspeeds(sp_size, tokens)]
     found: list[dict[str, Any]] = [{**measure_attention(side), "memory": peak_memory(side.step)} for side in sides]
     seconds: list[list[float]] = [[], []]
