@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ds_ulysses.mixers.softmax.kernel_calls import SMALL_GAP, Rows, spans_of
-from ds_ulysses.placement import Geometry, make_schedule, pack_documents
+from ds_ulysses.mixers.softmax.kernel_calls import SMALL_GAP, Rows, Span, spans_of
+from ds_ulysses.placement import Geometry, Pair, gathered_pairs, make_schedule, pack_documents
 
 TOKENS, RING = 131_072, 4
 RING_ROWS = Rows(packed=True, joined=True, may_cross=True)
+WRITTEN = Rows(packed=True, joined=False, may_cross=False)
+Met = tuple[int, int, int]
+"""A row, a query and a key that meet."""
 
 
 def documents_of(count: int) -> bytes:
@@ -30,3 +38,58 @@ def test_spans_of_a_ring(count: int, window: int | None) -> None:
             spanned = sum(span.queries.stop - span.queries.start for span in spans)
             assert spanned <= 2 * attending + SMALL_GAP * len(step.pairs)
             assert len(spans) <= (len(step.pairs) if window else 6)
+
+
+def met(row: int, queries: slice, keys: slice, left: int, right: int) -> Iterator[Met]:
+    """The contract of a kernel's mask, pair by pair."""
+    offset = (keys.stop - keys.start) - (queries.stop - queries.start)
+    for i in range(queries.stop - queries.start):
+        for j in range(keys.stop - keys.start):
+            distance = j - i - offset
+            if (left < 0 or distance >= -left) and (right < 0 or distance <= right):
+                yield row, queries.start + i, keys.start + j
+
+
+def met_in_pairs(pairs: tuple[Pair, ...]) -> Counter[Met]:
+    return Counter(
+        one
+        for p in pairs
+        for one in met(p.row, slice(p.q_start, p.q_stop), slice(p.k_start, p.k_stop), p.left, p.right)
+    )
+
+
+def met_in_spans(spans: tuple[Span, ...]) -> Counter[Met]:
+    found: Counter[Met] = Counter()
+    for span in spans:
+        if span.segments is None:
+            found.update(met(span.row, span.queries, span.keys, span.left, span.right))
+            continue
+        q, k = span.queries.start, span.keys.start
+        for a, b, c, d in span.segments.segments:
+            found.update(met(span.row, slice(q + a, q + b), slice(k + c, k + d), span.left, span.right))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_who_meets_whom_stays_the_same(data: st.DataObject) -> None:
+    """For any documents, rows, windows and layouts, on every rank and step: each pair once, under whatever mask."""
+    ring, rows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
+    tokens = ring * data.draw(st.integers(2, 10))
+    documents = []
+    for row in range(rows):
+        cuts = sorted(data.draw(st.sets(st.integers(0, tokens), max_size=8)))
+        documents += [(row, a, b) for a, b in pairwise(cuts)]
+    left, right = data.draw(st.integers(-1, 6)), data.draw(st.sampled_from([0, 0, -1, 2]))
+    layout = data.draw(st.sampled_from(["zigzag", "contiguous"]))
+    geometry = Geometry(tokens, ring, layout, left, right, pack_documents(documents), rows)
+    for ring_rank in range(ring):
+        for step in make_schedule(geometry, ring_rank):
+            assert met_in_spans(spans_of(step.pairs, RING_ROWS)) == met_in_pairs(step.pairs)
+        pairs = gathered_pairs(geometry, ring_rank)
+        spans = spans_of(pairs, WRITTEN)
+        assert met_in_spans(spans) == met_in_pairs(pairs)
+        for places in ("queries", "keys") if ring == 1 else ("queries",):
+            of_calls = [(span.row, getattr(span, places)) for span in spans]
+            written = Counter((row, i) for row, place in of_calls for i in range(place.start, place.stop))
+            assert all(times == 1 for times in written.values()), f"calls write over one another's {places}"
