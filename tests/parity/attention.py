@@ -117,7 +117,7 @@ def run(case: Case, attend: Callable[..., Tensor]) -> list[Tensor]:
 
 def assert_exact(found: list[Tensor], expected: list[Tensor], case: Any) -> None:
     errors = [(value - right).abs().max().item() for value, right in zip(found, expected, strict=True)]
-    assert max(errors) <= ATOL, f"{case}: out and gradients off by {errors}"
+    assert all(error <= ATOL for error in errors), f"{case}: out and gradients off by {errors}"
 
 
 def check(*cases: Case) -> None:

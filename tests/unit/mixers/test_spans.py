@@ -70,6 +70,15 @@ def met_in_spans(spans: tuple[Span, ...]) -> Counter[Met]:
     return found
 
 
+@pytest.mark.parametrize(("limit", "joins"), [(2, False), (3, True)])
+def test_a_limit_that_does_not_reach_a_pair_joins_it(limit: int, joins: bool) -> None:
+    """4 keys are all within 3 to the left of the last query, and not within 2; likewise to the right."""
+    for first in (Pair(0, 0, 9, 0, 9, limit, 0), Pair(0, 0, 9, 0, 9, -1, limit)):
+        other = Pair(0, 9, 13, 9, 13, -1, 0 if first.right == 0 else -1)
+        for rows in (RING_ROWS, WRITTEN):
+            assert len(spans_of((first, other), rows)) == (1 if joins else 2)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_who_meets_whom_stays_the_same(data: st.DataObject) -> None:
