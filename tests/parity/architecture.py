@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[
         (max((found[name].double() - right).abs().max().item() - noise, 0.0) / (right.abs().max().item() or 1.0), name)
         for name, right in expected.items()
     ]
+    assert all(math.isfinite(error) for error, _ in errors), errors
     return max(errors)
 
 
